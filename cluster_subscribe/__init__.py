@@ -1,0 +1,35 @@
+"""Make `SubscribeToTask` tell the truth on every replica of an A2A server.
+
+A stream opened through a wrapped handler is *the task as stored at version V,
+then the event log after V*. A subscriber never misses an event that follows its
+snapshot and never sees one twice, whichever replica it asked and whichever
+replica produced the event. The task store is the judge, the event log the only
+source of events; a replica's memory is at most a hint to look sooner.
+"""
+
+from cluster_subscribe.errors import (
+    ClusterSubscribeError,
+    EventStreamEndedError,
+    SettingsError,
+    UnsupportedHandlerError,
+)
+from cluster_subscribe.handler import ClusterSubscribeHandler, wrap
+from cluster_subscribe.local_task import Verdict
+from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, Wakeup
+from cluster_subscribe.telemetry import Statistics
+
+__all__ = [
+    'CloseOn',
+    'ClusterSubscribeError',
+    'ClusterSubscribeHandler',
+    'EventStreamEndedError',
+    'Evict',
+    'Mode',
+    'Settings',
+    'SettingsError',
+    'Statistics',
+    'UnsupportedHandlerError',
+    'Verdict',
+    'Wakeup',
+    'wrap',
+]

@@ -1,0 +1,21 @@
+"""A cluster in one process, agents that follow a script, and the faults of the SDK.
+
+The command line and the test suite play the same scenes here, so that each fault
+is written once.
+"""
+
+from cluster_subscribe.cli.lab.agent import Gates, ScriptedAgent
+from cluster_subscribe.cli.lab.cluster import Cluster, Replica, Watch, label
+from cluster_subscribe.cli.lab.faults import FAULTS, Fault, Outcome
+
+__all__ = [
+    'FAULTS',
+    'Cluster',
+    'Fault',
+    'Gates',
+    'Outcome',
+    'Replica',
+    'ScriptedAgent',
+    'Watch',
+    'label',
+]

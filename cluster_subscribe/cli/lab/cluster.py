@@ -1,0 +1,345 @@
+"""Replicas over one database, and streams that are looked at, never cancelled."""
+
+import asyncio
+import uuid
+
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from a2a.auth.user import User
+from a2a.server.cluster import (
+    DatabaseTaskEventStream,
+    TaskVersion,
+    VersionedDatabaseTaskStore,
+)
+from a2a.server.context import ServerCallContext
+from a2a.server.events import Event
+from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
+from a2a.server.tasks import PushNotificationSender
+from a2a.types import (
+    AgentCapabilities,
+    AgentCard,
+    AgentInterface,
+    CancelTaskRequest,
+    Message,
+    Part,
+    Role,
+    SendMessageRequest,
+    SubscribeToTaskRequest,
+    Task,
+    TaskArtifactUpdateEvent,
+    TaskState,
+)
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from cluster_subscribe.cli.lab.agent import CHUNKS, Gates, ScriptedAgent
+
+Decorate = Callable[[RequestHandler], RequestHandler]
+
+
+def label(event: Event) -> str:
+    """An event in a word or two: `Task(WORKING)`, `COMPLETED`, `art x`, `chunk 3`."""
+    if isinstance(event, Message):
+        return 'Message'
+    if isinstance(event, TaskArtifactUpdateEvent):
+        text = ''.join(part.text for part in event.artifact.parts)
+        return f'{"chunk" if event.artifact.artifact_id == CHUNKS else "art"} {text}'
+    state = TaskState.Name(event.status.state).removeprefix('TASK_STATE_')
+    return f'Task({state})' if isinstance(event, Task) else state
+
+
+class _Named(User):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def is_authenticated(self) -> bool:
+        return True
+
+    @property
+    def user_name(self) -> str:
+        return self._name
+
+
+def caller(name: str = 'user') -> ServerCallContext:
+    """The call context of a named user."""
+    return ServerCallContext(user=_Named(name))
+
+
+class _NotingStore(VersionedDatabaseTaskStore):
+    """Tells a scene what is committed, so that nobody has to sleep."""
+
+    gates: Gates
+
+    async def save(self, task: Task, *, event: Event | None = None, **how: Any) -> TaskVersion:
+        version = await super().save(task, event=event, **how)
+        if event is not None:
+            await self.gates.note_commit(event)
+        return version
+
+
+class _Webhook(PushNotificationSender):
+    """A push notification target that is slow at one event, until gate `push` opens."""
+
+    def __init__(self, gates: Gates, slow_at: str | None) -> None:
+        self._gates = gates
+        self._slow_at = slow_at
+
+    async def send_notification(self, task_id: str, event: Event) -> None:  # type: ignore[override]
+        if label(event) == self._slow_at:
+            await self._gates.arrive('push')
+
+
+class Watch:
+    """One subscriber: what it was given, and whether its stream has ended."""
+
+    def __init__(self, events: AsyncIterator[Event], place: str) -> None:
+        self.place = place
+        self.events: list[Event] = []
+        self.ending: str | None = None
+        """`closed`, the name of an error, or `None` while the stream is open."""
+        self._changed = asyncio.Condition()
+        self._go = asyncio.Event()
+        self._go.set()
+        self.reader = asyncio.create_task(self._read(events), name=f'watch at {place}')
+
+    @property
+    def timeline(self) -> tuple[str, ...]:
+        """The labels of all events, then how the stream ended."""
+        return *map(label, self.events), self.ending or 'open'
+
+    def hold(self) -> None:
+        """Reads no further after the next event: a slow subscriber."""
+        self._go.clear()
+
+    def resume(self) -> None:
+        """Reads on."""
+        self._go.set()
+
+    async def until(self, happened: Callable[['Watch'], object], limit: float) -> bool:
+        """Waits until something is true of the stream; `False` after `limit` seconds."""
+        async with self._changed:
+            waiting = self._changed.wait_for(lambda: happened(self) or self.ending)
+            try:
+                await asyncio.wait_for(waiting, limit)
+            except asyncio.TimeoutError:
+                pass
+        return bool(happened(self))
+
+    async def first(self) -> None:
+        """Waits for the snapshot.
+
+        Raises:
+            TimeoutError: None came within ten seconds.
+        """
+        if not await self.until(lambda w: w.events, 10):
+            raise TimeoutError(f'No snapshot at {self.place}: {self.timeline}')
+
+    async def _read(self, events: AsyncIterator[Event]) -> None:
+        ending = 'cancelled'
+        try:
+            async with aclosing(events) as stream:  # type: ignore[type-var]
+                async for event in stream:
+                    await self._note(event)
+                    await self._go.wait()
+            ending = 'closed'
+        except Exception as error:  # noqa: BLE001 - how a stream ends is what is watched
+            ending = type(error).__name__
+        finally:
+            self.ending = ending
+            await self._note()
+
+    async def _note(self, event: Event | None = None) -> None:
+        async with self._changed:
+            if event is not None:
+                self.events.append(event)
+            self._changed.notify_all()
+
+
+class Replica:
+    """One server of the cluster: its own engine, store, event stream and handler."""
+
+    def __init__(self, name: str, cluster: 'Cluster') -> None:
+        self.name = name
+        self.gates = cluster.gates
+        self.engine = create_async_engine(cluster.url, **cluster.engine_options)
+        self.store = _NotingStore(self.engine)
+        self.store.gates = cluster.gates
+        self.stream = DatabaseTaskEventStream(self.engine, poll_interval_s=cluster.poll_interval)
+        self.stock = DefaultRequestHandler(
+            agent_executor=ScriptedAgent(cluster.gates, silent_cancel=cluster.silent_cancel),
+            task_store=self.store,
+            event_stream=self.stream,
+            push_sender=_Webhook(cluster.gates, cluster.slow_push),
+            agent_card=agent_card('http://127.0.0.1'),
+        )
+        self.handler = cluster.decorate(self.stock)
+        self._turns: list[asyncio.Task[None]] = []
+        self._watches: list[Watch] = []
+
+    def start(self, script: str, task: Task | None = None, user: str = 'user') -> 'Turn':
+        """Sends a message that begins a turn, and does not wait for it."""
+        turn = Turn(self, script, task, user)
+        self._turns.append(turn.reader)
+        return turn
+
+    async def turn(self, script: str, task: Task | None = None) -> Task:
+        """Sends a message and waits for the end of its turn."""
+        return await self.start(script, task).ended()
+
+    async def get(self, task_id: str) -> Task:
+        """The task as stored."""
+        stored = await self.store.get(task_id, caller())
+        assert stored is not None
+        return stored.task
+
+    async def cancel(self, task: Task, user: str = 'user') -> Task | None:
+        """Cancels the task through this replica."""
+        return await self.handler.on_cancel_task(CancelTaskRequest(id=task.id), caller(user))
+
+    async def watch(self, task: Task, user: str = 'user') -> Watch:
+        """Subscribes and waits for the snapshot."""
+        watch = self.subscribe(task, user)
+        await watch.first()
+        return watch
+
+    def subscribe(self, task: Task, user: str = 'user') -> Watch:
+        """Subscribes through this replica."""
+        watch = Watch(
+            self.handler.on_subscribe_to_task(SubscribeToTaskRequest(id=task.id), caller(user)),
+            self.name,
+        )
+        self._watches.append(watch)
+        return watch
+
+    async def aclose(self) -> None:
+        """Leaves all streams, ends all turns, closes the handler and the engine."""
+        readers = [watch.reader for watch in self._watches] + self._turns
+        for reader in readers:
+            reader.cancel()
+        if readers:
+            await asyncio.wait(readers)
+        await self.handler.aclose()  # type: ignore[attr-defined]
+        await self.engine.dispose()
+
+
+class Turn:
+    """One turn under way: the message's own stream, read to its end."""
+
+    def __init__(self, replica: Replica, script: str, task: Task | None, user: str) -> None:
+        self._replica = replica
+        self._user = user
+        self._task_id = task.id if task else ''
+        self._began = asyncio.Event()
+        message = Message(
+            role=Role.ROLE_USER,
+            message_id=uuid.uuid4().hex,
+            task_id=self._task_id,
+            context_id=task.context_id if task else '',
+            parts=[Part(text=script)],
+        )
+        self.reader = asyncio.create_task(self._read(message), name=f'turn at {replica.name}')
+
+    async def _read(self, message: Message) -> None:
+        request = SendMessageRequest(message=message)
+        events = self._replica.handler.on_message_send_stream(request, caller(self._user))
+        try:
+            async for event in events:
+                self._task_id = event.id if isinstance(event, Task) else event.task_id
+                self._began.set()
+        finally:
+            self._began.set()
+
+    async def task(self) -> Task:
+        """The task as stored, once the turn's first event is out."""
+        await self._began.wait()
+        return await self._replica.get(self._task_id)
+
+    async def at(self, *gates: str) -> Task:
+        """The task as stored, once the agent stands at the gates."""
+        await self._replica.gates.reached(*gates)
+        return await self.task()
+
+    async def ended(self) -> Task:
+        """The task as stored at the end of the turn, however it ended."""
+        await asyncio.wait({self.reader})
+        if not self.reader.cancelled():
+            self.reader.exception()
+        return await self.task()
+
+
+class Cluster:
+    """Three replicas, A, B and C, over one database."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        url: str,
+        *,
+        decorate: Decorate = lambda handler: handler,
+        poll_interval: float = 0.05,
+        silent_cancel: bool = False,
+        slow_push: str | None = None,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.url = url
+        self.decorate = decorate
+        self.poll_interval = poll_interval
+        self.silent_cancel = silent_cancel
+        self.slow_push = slow_push
+        self.engine_options = engine_options or {}
+        self.gates = Gates()
+        self.replicas = self.a, self.b, self.c = tuple(Replica(name, self) for name in 'ABC')
+
+    async def watch(self, task: Task, at: Sequence[Replica] | None = None) -> list[Watch]:
+        """Subscribes at several replicas and waits for every snapshot."""
+        return list(await asyncio.gather(*(r.watch(task) for r in at or self.replicas)))
+
+    async def aclose(self) -> None:
+        """Closes every replica."""
+        await asyncio.gather(*(replica.aclose() for replica in self.replicas))
+
+
+@asynccontextmanager
+async def cluster(url: str, **how: Any) -> AsyncIterator[Cluster]:
+    """A cluster whose tables exist, closed at the end."""
+    made = Cluster(url, **how)
+    try:
+        await made.a.store.initialize()
+        yield made
+    finally:
+        await made.aclose()
+
+
+async def settle(watches: Iterable[Watch], right: Sequence[str], patience: float) -> None:
+    """Waits until every stream is right, or can no longer become so, or patience ends."""
+    hopeless = lambda w: not _begins(right, w.timeline[:-1])  # noqa: E731
+    await asyncio.gather(
+        *(w.until(lambda w: w.ending or hopeless(w), patience) for w in watches)
+    )
+
+
+def matches(right: Sequence[str], timeline: Sequence[str]) -> bool:
+    """Whether a timeline is the right one; `a|b` in the right one allows either."""
+    return len(right) == len(timeline) and _begins(right, timeline)
+
+
+def _begins(right: Sequence[str], part: Sequence[str]) -> bool:
+    return len(part) <= len(right) and all(
+        label in allowed.split('|') for label, allowed in zip(part, right, strict=False)
+    )
+
+
+def agent_card(url: str) -> AgentCard:
+    """The card of the scripted agent."""
+    return AgentCard(
+        name='Scripted agent',
+        description='Does what its user says, word by word',
+        version='1',
+        supported_interfaces=[
+            AgentInterface(url=url, protocol_binding='JSONRPC', protocol_version='1.0')
+        ],
+        default_input_modes=['text/plain'],
+        default_output_modes=['text/plain'],
+        capabilities=AgentCapabilities(streaming=True, push_notifications=True),
+    )

@@ -1,0 +1,231 @@
+"""The faults of the SDK alone, each as one scene that stock and wrapped handlers play.
+
+A scene drives agents from gate to gate, subscribes where the fault shows, and gives
+back the streams; what every one of them should have carried is `right`.
+"""
+
+import asyncio
+import time
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from cluster_subscribe.cli.lab.cluster import Cluster, Watch, cluster, matches, settle
+
+Scene = Callable[[Cluster], Awaitable[Sequence[Watch]]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the streams of one scene carried."""
+
+    right: bool
+    timelines: Mapping[str, tuple[str, ...]]
+    """By replica; the last entry is how the stream ended, `open` if it did not."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: its number in the documentation, its words, its scene."""
+
+    number: str
+    title: str
+    """In words an operator knows."""
+    right: tuple[str, ...]
+    """What every stream should carry, and how it should end."""
+    scene: Scene
+    setting: Mapping[str, Any] = field(default_factory=dict)
+    """What the cluster needs for the fault to show."""
+
+    async def play(self, url: str, *, patience: float, **how: Any) -> Outcome:
+        """Plays the scene on a cluster of its own.
+
+        Args:
+            url: The database; its task tables are used.
+            patience: Seconds that a stream may take to become right. A stream that is
+                silent for so long counts as hung.
+            how: Passed to `Cluster`: `decorate` and others.
+        """
+        began = time.monotonic()
+        async with cluster(url, **self.setting, **how) as lab:
+            watches = await self.scene(lab)
+            await settle(watches, self.right, patience)
+            timelines = {watch.place: watch.timeline for watch in watches}
+        return Outcome(
+            right=all(matches(self.right, timeline) for timeline in timelines.values()),
+            timelines=timelines,
+            seconds=time.monotonic() - began,
+        )
+
+
+FAULTS: Final[list[Fault]] = []
+
+
+def _fault(
+    number: str, title: str, right: str, **setting: Any
+) -> Callable[[Scene], Scene]:
+    def add(scene: Scene) -> Scene:
+        FAULTS.append(Fault(number, title, tuple(right.split(', ')), scene, setting))
+        return scene
+
+    return add
+
+
+@_fault(
+    'F1',
+    'Subscribing where an earlier turn ran: an old question, then silence',
+    'Task(WORKING), WORKING, WORKING, COMPLETED, closed',
+)
+async def _stale_tap(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.turn('ask')
+    turn = lab.b.start('work wait=1 work work done', task)
+    await turn.at('1')
+    watches = await lab.watch(task)
+    lab.gates.open('1')
+    return watches
+
+
+@_fault(
+    'F2',
+    'Subscribed while the task waits for input: the reply closes or hangs the stream',
+    'Task(INPUT_REQUIRED), WORKING, WORKING, COMPLETED, closed',
+)
+async def _reply_while_paused(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.turn('ask')
+    watches = await lab.watch(task)
+    lab.b.start('work work done', task)
+    return watches
+
+
+@_fault(
+    'F3',
+    'The agent asks for input: the stream at its replica never ends',
+    'Task(WORKING), INPUT_REQUIRED, closed',
+)
+async def _question_at_the_holder(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.start('work wait=1 ask').at('1')
+    watches = await lab.watch(task)
+    lab.gates.open('1')
+    return watches
+
+
+@_fault(
+    'F4',
+    'A turn that returns while WORKING, the next runs elsewhere: silence',
+    'Task(WORKING), WORKING, art x, COMPLETED, closed',
+)
+async def _early_return(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.turn('work ret')
+    watches = await lab.watch(task)
+    lab.b.start('work art=x done', task)
+    return watches
+
+
+@_fault(
+    'F5',
+    "Two replicas run turns of one task: the other's events are not seen",
+    'Task(WORKING), art a1, art b1, art a2, art b2, COMPLETED, closed',
+)
+async def _two_runners(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.start('work wait=1 art=a1 wait=2 art=a2 wait=3 done').at('1')
+    watches = await lab.watch(task)
+    lab.gates.open('1')
+    await lab.gates.reached('2')
+    lab.b.start('art=b1 wait=4 art=b2 wait=5 ret', task)
+    await lab.gates.reached('4')
+    lab.gates.open('2')
+    await lab.gates.reached('3')
+    lab.gates.open('4')
+    await lab.gates.reached('5')
+    lab.gates.open('3', '5')
+    return watches
+
+
+@_fault(
+    'F6',
+    'A slow push notification: a part of the answer is delivered twice',
+    'Task(SUBMITTED), chunk 2, chunk 3, COMPLETED, closed',
+    slow_push='chunk 1',
+)
+async def _snapshot_and_tap_overlap(lab: Cluster) -> Sequence[Watch]:
+    turn = lab.a.start('chunk=0 chunk=1 chunk=2 chunk=3 done')
+    task = await turn.at('push')
+    watches = await lab.watch(task)
+    lab.gates.open('push')
+    return watches
+
+
+_MANY: Final = 1_100
+"""More events than the SDK queues for one subscriber."""
+
+
+@_fault(
+    'F7',
+    'A slow reader is dropped in silence',
+    f'Task(WORKING), {", ".join(f"chunk {n}" for n in range(_MANY))}, COMPLETED, closed',
+)
+async def _slow_reader(lab: Cluster) -> Sequence[Watch]:
+    turn = lab.a.start(f'work wait=1 emit={_MANY} done')
+    task = await turn.at('1')
+    watches = [lab.a.subscribe(task), lab.c.subscribe(task)]
+    for watch in watches:
+        watch.hold()
+        await watch.first()
+    lab.gates.open('1')
+    await turn.ended()
+    for watch in watches:
+        watch.resume()
+    return watches
+
+
+@_fault(
+    'F8',
+    'A cancelled reader looks like a finished stream',
+    'Task(INPUT_REQUIRED), cancelled',
+)
+async def _swallowed_cancellation(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.turn('ask')
+    watches = await lab.watch(task)
+    for watch in watches:
+        watch.reader.cancel()
+    await asyncio.wait([watch.reader for watch in watches])
+    return watches
+
+
+@_fault(
+    'F10',
+    'The agent fails: its raw exception comes out of the stream',
+    'Task(WORKING), FAILED|Task(FAILED), closed',
+)
+async def _failing_agent(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.start('work wait=1 raise').at('1')
+    watches = await lab.watch(task)
+    lab.gates.open('1')
+    return watches
+
+
+@_fault(
+    'F11',
+    'A cancel that the agent does not answer: the stream ends without CANCELED',
+    'Task(WORKING), CANCELED|Task(CANCELED), closed',
+    silent_cancel=True,
+)
+async def _silent_cancel(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.start('work wait=1').at('1')
+    watches = await lab.watch(task)
+    await lab.a.cancel(task)
+    return watches
+
+
+@_fault(
+    'F12',
+    'Cancelled at another replica: no word of it until the agent speaks',
+    'Task(WORKING), CANCELED, closed',
+)
+async def _remote_cancel(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.start('work wait=1 chunk=0').at('1')
+    watches = await lab.watch(task)
+    await lab.b.cancel(task)
+    return watches

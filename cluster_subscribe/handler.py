@@ -1,0 +1,287 @@
+"""The decorator around a `DefaultRequestHandler`, and `wrap()`."""
+
+import logging
+
+from abc import update_abstractmethods
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from a2a.server.cluster import (
+    LegacyTaskStoreAdapter,
+    StoredTask,
+    TaskEventStream,
+    VersionedDatabaseTaskStore,
+    VersionedTaskStore,
+)
+from a2a.server.context import ServerCallContext
+from a2a.server.events import Event
+from a2a.server.request_handlers import RequestHandler, validate_request_params
+from a2a.types import (
+    Message,
+    SendMessageRequest,
+    SubscribeToTaskRequest,
+    Task,
+    TaskState,
+)
+from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
+
+from cluster_subscribe import sdk
+from cluster_subscribe.background import Background
+from cluster_subscribe.local_task import Verdict, judge
+from cluster_subscribe.settings import Mode, Settings
+from cluster_subscribe.subscription import TERMINAL_STATES, Source, follow
+from cluster_subscribe.telemetry import Statistics, Telemetry
+
+if TYPE_CHECKING:
+    # To a type checker the decorator is what it wraps, attribute by attribute.
+    from a2a.server.request_handlers import DefaultRequestHandler as _Base
+else:
+    _Base = RequestHandler
+
+logger = logging.getLogger(__name__)
+
+C = TypeVar('C', bound=type)
+
+
+def wrap(
+    handler: RequestHandler,
+    *,
+    settings: Settings | None = None,
+    task_store: VersionedTaskStore | None = None,
+    event_stream: TaskEventStream | None = None,
+) -> RequestHandler:
+    """Makes a request handler serve `SubscribeToTask` from the shared event log.
+
+    Meant for an app factory: it needs no event loop, does no I/O and starts nothing.
+    Wrapping twice changes nothing.
+
+    Args:
+        handler: The handler to wrap; it stays yours, and `aclose()` closes both.
+        settings: Read from the environment when not given.
+        task_store: The versioned store, where the handler does not reveal it.
+        event_stream: The event stream, where the handler does not reveal it.
+
+    Returns:
+        The decorator, or `handler` itself when the flag is off or the handler is not
+        in cluster mode; a log line says which.
+
+    Raises:
+        SettingsError: An environment variable has a value that is not allowed.
+        UnsupportedHandlerError: The handler's shape is not known and store or stream
+            were not passed. A `TypeError`.
+        TypeError: An argument is not what its name says.
+    """
+    if isinstance(handler, ClusterSubscribeHandler):
+        return handler
+    for name, value, kind in (
+        ('handler', handler, RequestHandler),
+        ('task_store', task_store, VersionedTaskStore),
+        ('event_stream', event_stream, TaskEventStream),
+        ('settings', settings, Settings),
+    ):
+        if not isinstance(value, kind) and (value is not None or name == 'handler'):
+            raise TypeError(f'wrap() got {name}={value!r}; it takes a {kind.__name__}')
+    settings = settings or Settings()
+    if settings.mode is Mode.OFF:
+        logger.info('cluster-subscribe is off (CLUSTER_SUBSCRIBE=off); the handler stays as it is')
+        return handler
+    if task_store is None or event_stream is None:
+        parts = sdk.cluster_parts(handler)
+        task_store, event_stream = task_store or parts.store, event_stream or parts.stream
+    if task_store is None or isinstance(task_store, LegacyTaskStoreAdapter):
+        return _not_clustered(handler, 'its task store is not versioned')
+    if event_stream is None:
+        return _not_clustered(handler, 'it has no event stream')
+    if difference := sdk.apart(task_store, event_stream):
+        logger.warning('No stream can work across them: %s', difference)
+    return ClusterSubscribeHandler(
+        handler, settings=settings, task_store=task_store, event_stream=event_stream
+    )
+
+
+def _not_clustered(handler: RequestHandler, reason: str) -> RequestHandler:
+    logger.info(
+        'The handler is not in cluster mode (%s); cluster-subscribe leaves it as it is', reason
+    )
+    return handler
+
+
+def _delegates_the_rest(cls: C) -> C:
+    """Delegates every public method of `RequestHandler` that the class does not define.
+
+    The names are taken from the installed SDK, so that a method which a later one
+    adds is delegated too, be it abstract or with a default.
+    """
+    for name in dir(RequestHandler):
+        if not name.startswith('_') and name not in vars(cls):
+            setattr(cls, name, property(lambda self, name=name: self.__getattr__(name)))
+    return update_abstractmethods(cls)
+
+
+@_delegates_the_rest
+class ClusterSubscribeHandler(_Base):
+    """A drop-in for the handler it wraps, with a `SubscribeToTask` of its own.
+
+    Every other method and attribute reads and writes through to the wrapped handler.
+    Where a stream differs from the SDK's on purpose, the rules of the contract say
+    how (docs/contract.md).
+    """
+
+    def __init__(
+        self,
+        handler: RequestHandler,
+        *,
+        settings: Settings,
+        task_store: VersionedTaskStore,
+        event_stream: TaskEventStream,
+    ) -> None:
+        """Wraps `handler`; `wrap()` finds the arguments by itself."""
+        self.__wrapped = handler
+        self.__settings = settings
+        self.__store = task_store
+        self.__stream = event_stream
+        self.__in_transit: Counter[str] = Counter()
+        self.__background = Background()
+        self.__telemetry = Telemetry()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(_OWN):
+            raise AttributeError(name)
+        return getattr(self.__wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith(_OWN):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.__wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__wrapped, name)
+
+    def statistics(self) -> Statistics:
+        """The counters of this handler."""
+        return self.__telemetry.statistics()
+
+    async def aclose(self) -> None:
+        """Ends every open stream with an error, then closes the wrapped handler."""
+        await self.__background.aclose()
+        close: Callable[[], Awaitable[None]] | None = getattr(self.__wrapped, 'aclose', None)
+        if close is not None:
+            await close()
+
+    async def on_message_send(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> Message | Task:
+        """Delegates; the message is in transit meanwhile."""
+        with self.__transit(params):
+            return await self.__wrapped.on_message_send(params, context)
+
+    async def on_message_send_stream(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        """Delegates; the message is in transit while its stream is open."""
+        with self.__transit(params):
+            async with aclosing(self.__wrapped.on_message_send_stream(params, context)) as events:
+                async for event in events:
+                    yield event
+
+    @contextmanager
+    def __transit(self, params: SendMessageRequest) -> Iterator[None]:
+        task_id = params.message.task_id
+        self.__in_transit[task_id] += 1
+        try:
+            yield
+        finally:
+            self.__in_transit[task_id] -= 1
+            if not self.__in_transit[task_id]:
+                del self.__in_transit[task_id]
+
+    @validate_request_params
+    async def on_subscribe_to_task(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        """Yields the task as stored, then each later event exactly once.
+
+        Raises:
+            TaskNotFoundError: The task is unknown, or another owner's, or was deleted.
+            UnsupportedOperationError: The task is in a terminal state, or the agent
+                does not stream.
+            EventStreamEndedError: The event stream ended before the task did.
+        """
+        async with aclosing(await self.__answer(params, context)) as events:
+            async for event in events:
+                yield event
+
+    async def __answer(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        task_id = params.id
+
+        async def read() -> StoredTask | None:
+            return await self.__background.run(self.__read(task_id, context), f'read {task_id}')
+
+        if sdk.streaming(self.__wrapped) is False:
+            return self.__wrapped.on_subscribe_to_task(params, context)
+        if self.__settings.mode is Mode.OBSERVE:
+            try:
+                if (stored := await read()) and stored.task.status.state not in TERMINAL_STATES:
+                    await self.__check(stored)
+            except Exception:
+                logger.warning('Task %s could not be observed', task_id, exc_info=True)
+            return self.__wrapped.on_subscribe_to_task(params, context)
+
+        stored = await read()
+        if stored is None:
+            raise TaskNotFoundError
+        if stored.task.status.state in TERMINAL_STATES:
+            raise UnsupportedOperationError(
+                f'Task {task_id} is in terminal state: {TaskState.Name(stored.task.status.state)}'
+            )
+        verdict = await self.__check(stored)
+        if self.__settings.mode is Mode.STALE and verdict is Verdict.LIVE:
+            return self.__wrapped.on_subscribe_to_task(params, context)
+        if verdict is not Verdict.ABSENT:
+            self.__telemetry.redirected(task_id, verdict)
+        return self.__serve(stored, Source(self.__stream, read))
+
+    async def __check(self, stored: StoredTask) -> Verdict:
+        task_id = stored.task.id
+        verdict = judge(
+            await sdk.local_task(self.__wrapped, task_id),
+            stored.version,
+            in_transit=task_id in self.__in_transit,
+        )
+        self.__telemetry.checked(task_id, verdict)
+        return verdict
+
+    async def __serve(self, snapshot: StoredTask, source: Source) -> AsyncGenerator[Event, None]:
+        self.__telemetry.open_subscriptions += 1
+        try:
+            async with aclosing(
+                follow(
+                    snapshot,
+                    source,
+                    settings=self.__settings,
+                    background=self.__background,
+                    telemetry=self.__telemetry,
+                )
+            ) as events:
+                async for event in events:
+                    self.__telemetry.events_delivered += 1
+                    yield event
+        finally:
+            self.__telemetry.open_subscriptions -= 1
+
+    async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        if isinstance(self.__store, VersionedDatabaseTaskStore):
+            # Its get() creates the tasks table only, and fails on the missing others.
+            try:
+                await self.__store.initialize()
+            except Exception:  # noqa: BLE001 - another replica may be creating them too
+                await self.__store.initialize()
+        return await self.__store.get(task_id, context)
+
+
+_OWN = f'_{ClusterSubscribeHandler.__name__}__'

@@ -1,0 +1,198 @@
+"""The one room for the private side of a2a-sdk.
+
+Every private attribute this package reads stands in `PRIVATE_ATTRIBUTES`, with
+the versions that have it. A function that meets a shape it does not know answers
+`None` and never guesses; its caller takes the safe path, which is the event log.
+"""
+
+import logging
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+
+from a2a.server.cluster import (
+    DatabaseTaskEventStream,
+    LegacyTaskStoreAdapter,
+    TaskEventStream,
+    TaskVersion,
+    VersionedDatabaseTaskStore,
+    VersionedTaskStore,
+)
+from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
+from sqlalchemy import make_url
+from sqlalchemy.engine import URL
+
+from cluster_subscribe.errors import UnsupportedHandlerError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar('T')
+
+
+@dataclass(frozen=True)
+class PrivateAttribute:
+    """One private attribute of the SDK that this package relies on."""
+
+    owner: str
+    """The dotted name of the class whose instances carry it."""
+    name: str
+    versions: str
+    """The a2a-sdk versions in which it exists, as a specifier."""
+    purpose: str
+
+
+_HANDLER: Final = 'a2a.server.request_handlers.default_request_handler_v2.DefaultRequestHandlerV2'
+_ACTIVE_TASK: Final = 'a2a.server.agent_execution.active_task.ActiveTask'
+_STORE: Final = 'a2a.server.cluster.database_task_store.VersionedDatabaseTaskStore'
+_STREAM: Final = 'a2a.server.cluster.database_event_stream.DatabaseTaskEventStream'
+_TESTED: Final = '>=1.2.0,<1.4'
+
+PRIVATE_ATTRIBUTES: Final = (
+    PrivateAttribute(_HANDLER, '_versioned_store', _TESTED, 'the store that judges'),
+    PrivateAttribute(_HANDLER, '_event_stream', _TESTED, 'the event log that is followed'),
+    PrivateAttribute(_HANDLER, '_agent_card', _TESTED, 'does the agent stream at all'),
+    PrivateAttribute(_HANDLER, '_active_task_registry', _TESTED, 'the local ActiveTask'),
+    PrivateAttribute(_ACTIVE_TASK, '_task_manager', _TESTED, 'the version it last saw'),
+    PrivateAttribute(_ACTIVE_TASK, '_is_finished', _TESTED, 'has it ended'),
+    PrivateAttribute(_ACTIVE_TASK, '_request_lock', _TESTED, 'does it run a turn'),
+    PrivateAttribute(_ACTIVE_TASK, '_request_queue', _TESTED, 'does a turn wait in it'),
+    PrivateAttribute(_STORE, '_db', _TESTED, 'its database, for the warning at wrap time'),
+    PrivateAttribute(_STORE, '_event_model', _TESTED, 'its event table, likewise'),
+    PrivateAttribute(_STREAM, '_engine', _TESTED, 'its database, likewise'),
+    PrivateAttribute(_STREAM, '_event_model', _TESTED, 'its event table, likewise'),
+    PrivateAttribute(_STREAM, '_poll_interval_s', _TESTED, 'how late its events may come'),
+)
+
+
+class ClusterParts(NamedTuple):
+    """What a handler in cluster mode consists of; `None` for a part it lacks."""
+
+    store: VersionedTaskStore | None
+    stream: TaskEventStream | None
+
+
+class LocalTask(NamedTuple):
+    """What a replica's memory holds of a task."""
+
+    version: TaskVersion
+    """The version of its cached copy; MISSING while it has none."""
+    in_flight: bool
+    """Whether a turn runs in it or waits for its turn to run."""
+
+
+def cluster_parts(handler: RequestHandler) -> ClusterParts:
+    """Finds the store and the event stream of an SDK handler.
+
+    Raises:
+        UnsupportedHandlerError: The handler's shape is not known.
+    """
+    if isinstance(handler, LegacyRequestHandler):
+        return ClusterParts(None, None)
+    try:
+        store = handler._versioned_store  # type: ignore[attr-defined]
+        stream = handler._event_stream  # type: ignore[attr-defined]
+    except AttributeError as missing:
+        raise UnsupportedHandlerError(
+            f'{type(handler).__qualname__} is not a DefaultRequestHandler this version of '
+            f'cluster-subscribe knows ({missing.name} is missing): pass its parts, '
+            'wrap(handler, task_store=..., event_stream=...)'
+        ) from None
+    return ClusterParts(None if isinstance(store, LegacyTaskStoreAdapter) else store, stream)
+
+
+def streaming(handler: RequestHandler) -> bool | None:
+    """Whether the agent's card offers streaming; `None` where the card is not known."""
+    return _known(lambda: bool(handler._agent_card.capabilities.streaming))  # type: ignore[attr-defined]
+
+
+async def local_task(handler: RequestHandler, task_id: str) -> LocalTask | None:
+    """What this replica's memory holds of a task; `None` if nothing, or not known.
+
+    An `ActiveTask` that has finished is still handed out by the registry; it runs
+    nothing, so it is never in flight.
+    """
+    registry = _known(lambda: handler._active_task_registry)  # type: ignore[attr-defined]
+    if registry is None:
+        return None
+    active = await registry.get(task_id)
+    if active is None:
+        return None
+    return _known(
+        lambda: LocalTask(
+            version=active._task_manager.current_version,
+            in_flight=not active._is_finished.is_set()
+            and (active._request_lock.locked() or not active._request_queue.empty()),
+        )
+    )
+
+
+def poll_interval(stream: TaskEventStream) -> float:
+    """Seconds by which an event may reach `stream` late; 0 where it does not poll."""
+    if not isinstance(stream, DatabaseTaskEventStream):
+        return 0.0
+    return _known(lambda: float(stream._poll_interval_s)) or 0.0
+
+
+def apart(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
+    """Says how store and stream look at different event logs; `None` if they do not.
+
+    Only the SDK's own database classes are compared. Credentials are never shown.
+    """
+    if not isinstance(store, VersionedDatabaseTaskStore) or not isinstance(
+        stream, DatabaseTaskEventStream
+    ):
+        return None
+    places = _known(
+        lambda: (
+            (store._db.engine, store._event_model.__tablename__),
+            (stream._engine, stream._event_model.__tablename__),
+        )
+    )
+    if places is None:
+        return None
+    (store_engine, store_table), (stream_engine, stream_table) = places
+    ours, theirs = _place(store_engine.url), _place(stream_engine.url)
+    if store_engine is not stream_engine and (ours != theirs or ours[-1] == ':memory:'):
+        return f'the store writes to {_shown(ours)}, the event stream reads {_shown(theirs)}'
+    if store_table != stream_table:
+        return f'the store writes to table {store_table}, the event stream reads {stream_table}'
+    return None
+
+
+def _place(url: URL) -> tuple[str, str, int | None, str]:
+    """The database a URL names, whatever driver, user and spelling it uses."""
+    url = make_url(url)
+    backend = 'mysql' if url.get_backend_name() == 'mariadb' else url.get_backend_name()
+    database = url.database or ':memory:'
+    if backend == 'sqlite':
+        if database != ':memory:' and not database.startswith('file:'):
+            database = str(Path(database).resolve())
+        return backend, '', None, database
+    host = str(url.host or url.query.get('host') or 'localhost')
+    port = url.port or {'postgresql': 5432, 'mysql': 3306}.get(backend)
+    return backend, 'localhost' if host in ('127.0.0.1', '::1') else host, port, database
+
+
+def _shown(place: tuple[str, str, int | None, str]) -> str:
+    backend, host, port, database = place
+    return f'{backend} {database}' + (f' on {host}:{port}' if host else '')
+
+
+def _known(read: Callable[[], T]) -> T | None:
+    try:
+        return read()
+    except AttributeError as missing:
+        _say_missing(missing.name or str(missing))
+        return None
+
+
+@lru_cache(maxsize=None)
+def _say_missing(name: str) -> None:
+    logger.warning(
+        'This a2a-sdk has no %s where cluster-subscribe looks for it; '
+        'streams are served from the event log without it',
+        name,
+    )

@@ -1,0 +1,135 @@
+"""The environment, validated once at the door.
+
+Nothing else in the package reads the environment.
+"""
+
+import logging
+import os
+
+from enum import Enum
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from cluster_subscribe.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = 'CLUSTER_SUBSCRIBE_'
+_MODE_VARIABLE: Final = 'CLUSTER_SUBSCRIBE'
+# The test suite's own variables share the prefix and are not settings.
+_TEST_PREFIX: Final = f'{PREFIX}TEST_'
+
+
+class Mode(str, Enum):
+    """What the decorator does with a `SubscribeToTask` request."""
+
+    ON = 'on'
+    """Every stream comes from the event log."""
+    STALE = 'stale'
+    """A tap on a task that runs here is left to the SDK, all else redirected."""
+    OBSERVE = 'observe'
+    """The SDK answers; the decorator only reports what it would have done."""
+    OFF = 'off'
+    """`wrap()` gives back the handler it was given."""
+
+
+class CloseOn(str, Enum):
+    """Which events end a stream (contract, rule 4)."""
+
+    INTERRUPTED = 'interrupted'
+    """Terminal states, and INPUT_REQUIRED while no later turn has begun."""
+    TERMINAL = 'terminal'
+    """Terminal states only (A2A 3.1.6)."""
+
+
+class Wakeup(str, Enum):
+    """How the event log's reader learns of new rows."""
+
+    AUTO = 'auto'
+    """Whatever the database offers, with the timer as a net."""
+    POLL = 'poll'
+    """The timer alone."""
+
+
+class Evict(str, Enum):
+    """What happens to an `ActiveTask` that another replica has overtaken."""
+
+    SUPERSEDED = 'superseded'
+    """It is closed once it is idle."""
+    OFF = 'off'
+    """It is left alone."""
+
+
+def _tidy(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Settings(BaseSettings):
+    """Every setting of the package; frozen.
+
+    A keyword argument outranks the environment, the environment outranks the
+    default. An empty variable counts as unset.
+
+    Raises:
+        SettingsError: A value is not allowed. One line: the variable, the value
+            and what is allowed.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_ignore_empty=True,
+        frozen=True,
+        extra='forbid',
+        populate_by_name=True,
+    )
+
+    mode: Annotated[Mode, BeforeValidator(_tidy)] = Field(
+        default=Mode.ON, validation_alias=_MODE_VARIABLE
+    )
+    """Variable `CLUSTER_SUBSCRIBE`."""
+    close_on: Annotated[CloseOn, BeforeValidator(_tidy)] = CloseOn.INTERRUPTED
+    wakeup: Annotated[Wakeup, BeforeValidator(_tidy)] = Wakeup.AUTO
+    poll_interval: _Seconds = 0.5
+    """Seconds between two looks of the event log's reader at the versions."""
+    reconcile_interval: _Seconds = 15.0
+    """Seconds within which a stream that disagrees with the store is put right."""
+    evict: Annotated[Evict, BeforeValidator(_tidy)] = Evict.SUPERSEDED
+    sweep_interval: _Seconds = 60.0
+    """Seconds between two sweeps for superseded `ActiveTask`s."""
+    max_buffered_events: Annotated[int, Field(ge=1)] = 256
+    """Events held in memory for a subscriber that reads slowly."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError(_one_line(error)) from None
+        _warn_of_unknown_variables()
+
+
+def _variable(field: str) -> str:
+    return _MODE_VARIABLE if field in ('mode', _MODE_VARIABLE) else PREFIX + field.upper()
+
+
+def _one_line(error: ValidationError) -> str:
+    return '; '.join(
+        f'{_variable(str(problem["loc"][0]))}={problem["input"]!r} is not allowed: '
+        f'{problem["msg"][0].lower()}{problem["msg"][1:]}'
+        for problem in error.errors()
+    )
+
+
+def _warn_of_unknown_variables() -> None:
+    known = {_variable(field) for field in Settings.model_fields}
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and not name.startswith(_TEST_PREFIX) and name not in known:
+            logger.warning(
+                '%s is no setting of cluster-subscribe; known are %s',
+                name,
+                ', '.join(sorted(known)),
+            )

@@ -1,0 +1,80 @@
+"""Counters and log lines."""
+
+import logging
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cluster_subscribe.local_task import Verdict
+
+logger = logging.getLogger('cluster_subscribe')
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A snapshot of one handler's counters since it was wrapped."""
+
+    open_subscriptions: int
+    """Streams that the decorator serves right now."""
+    subscribes: Mapping[Verdict, int]
+    """Subscribes that found their task, by the verdict of the check."""
+    redirects: int
+    """Subscribes served from the event log although the SDK would have used a local tap."""
+    events_delivered: int
+    """Events handed to subscribers, their first snapshots included."""
+    reconciled: int
+    """Snapshots sent in mid-stream because the store and the log disagreed (rule 5)."""
+
+
+class Telemetry:
+    """Counts what one handler does. Lives as long as the app."""
+
+    def __init__(self) -> None:
+        self.open_subscriptions = 0
+        self.events_delivered = 0
+        self._subscribes: Counter[Verdict] = Counter()
+        self._redirects = 0
+        self._reconciled = 0
+
+    def checked(self, task_id: str, verdict: Verdict) -> None:
+        """Counts a verdict."""
+        self._subscribes[verdict] += 1
+        logger.debug('Subscribe to task %s: %s', task_id, verdict.value)
+
+    def redirected(self, task_id: str, verdict: Verdict) -> None:
+        """Counts a subscribe that the SDK would have tied to its local `ActiveTask`."""
+        self._redirects += 1
+        if verdict is Verdict.STALE:
+            logger.info(
+                'Task %s has moved on at another replica; its stream is served from the event log',
+                task_id,
+            )
+
+    def reconciled(self, task_id: str) -> None:
+        """Counts a snapshot sent in mid-stream."""
+        self._reconciled += 1
+        logger.warning(
+            'Task %s was changed without an entry in the event log; its subscriber got a snapshot',
+            task_id,
+        )
+
+    def look_failed(self, task_id: str, error: Exception) -> None:
+        """Notes that a stream could not compare itself with the store."""
+        logger.warning(
+            'The stored task %s could not be read (%s); its stream goes on and looks again later',
+            task_id,
+            type(error).__name__,
+            exc_info=logger.isEnabledFor(logging.DEBUG),
+        )
+
+    def statistics(self) -> Statistics:
+        """The counters as they are now."""
+        return Statistics(
+            open_subscriptions=self.open_subscriptions,
+            subscribes=MappingProxyType({v: self._subscribes[v] for v in Verdict}),
+            redirects=self._redirects,
+            events_delivered=self.events_delivered,
+            reconciled=self._reconciled,
+        )
