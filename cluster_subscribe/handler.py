@@ -42,7 +42,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-C = TypeVar('C', bound=type)
+T = TypeVar('T')
 
 
 def wrap(
@@ -108,7 +108,7 @@ def _not_clustered(handler: RequestHandler, reason: str) -> RequestHandler:
     return handler
 
 
-def _delegates_the_rest(cls: C) -> C:
+def _delegates_the_rest(cls: type[T]) -> type[T]:
     """Delegates every public method of `RequestHandler` that the class does not define.
 
     The names are taken from the installed SDK, so that a method which a later one
@@ -116,8 +116,16 @@ def _delegates_the_rest(cls: C) -> C:
     """
     for name in dir(RequestHandler):
         if not name.startswith('_') and name not in vars(cls):
-            setattr(cls, name, property(lambda self, name=name: self.__getattr__(name)))
-    return update_abstractmethods(cls)
+            setattr(cls, name, _through(name))
+    update_abstractmethods(cls)
+    return cls
+
+
+def _through(name: str) -> property:
+    def read(self: 'ClusterSubscribeHandler') -> Any:
+        return self.__getattr__(name)
+
+    return property(read)
 
 
 @_delegates_the_rest

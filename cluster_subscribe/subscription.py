@@ -263,7 +263,7 @@ class _Feed:
             self._waiter.set_result(None)
 
 
-def _state(event: Event) -> 'TaskState.ValueType | None':
+def _state(event: Event) -> TaskState | None:
     return event.status.state if isinstance(event, Task | TaskStatusUpdateEvent) else None
 
 

@@ -5,12 +5,13 @@ is written once.
 """
 
 from cluster_subscribe.cli.lab.agent import Gates, ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import Cluster, Replica, Watch, label
+from cluster_subscribe.cli.lab.cluster import Cluster, Decorate, Replica, Watch, label
 from cluster_subscribe.cli.lab.faults import FAULTS, Fault, Outcome
 
 __all__ = [
     'FAULTS',
     'Cluster',
+    'Decorate',
     'Fault',
     'Gates',
     'Outcome',

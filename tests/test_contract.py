@@ -1,0 +1,21 @@
+"""The contract, played by stock and wrapped handlers on every backend."""
+
+import pytest
+
+from cluster_subscribe.cli.lab import FAULTS, Decorate, Fault
+
+by_number = pytest.mark.parametrize('fault', FAULTS, ids=lambda fault: fault.number)
+
+
+@by_number
+async def test_every_replica_is_right_when_wrapped(
+    fault: Fault, database_url: str, wrapped: Decorate
+) -> None:
+    outcome = await fault.play(database_url, patience=20, decorate=wrapped)
+    assert outcome.right, outcome.timelines
+
+
+@by_number
+async def test_the_sdk_alone_is_wrong(fault: Fault, database_url: str) -> None:
+    outcome = await fault.play(database_url, patience=1)
+    assert not outcome.right, outcome.timelines
