@@ -12,6 +12,7 @@ from a2a.server.cluster import (
     LegacyTaskStoreAdapter,
     StoredTask,
     TaskEventStream,
+    TaskVersion,
     VersionedDatabaseTaskStore,
     VersionedTaskStore,
 )
@@ -19,6 +20,7 @@ from a2a.server.context import ServerCallContext
 from a2a.server.events import Event
 from a2a.server.request_handlers import RequestHandler, validate_request_params
 from a2a.types import (
+    CancelTaskRequest,
     Message,
     SendMessageRequest,
     SubscribeToTaskRequest,
@@ -29,9 +31,16 @@ from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
+from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.local_task import Verdict, judge
 from cluster_subscribe.settings import Mode, Settings
-from cluster_subscribe.subscription import TERMINAL_STATES, Source, follow
+from cluster_subscribe.subscription import (
+    TERMINAL_STATES,
+    Feed,
+    Source,
+    StreamFeed,
+    follow,
+)
 from cluster_subscribe.telemetry import Statistics, Telemetry
 
 if TYPE_CHECKING:
@@ -96,8 +105,22 @@ def wrap(
         return _not_clustered(handler, 'it has no event stream')
     if difference := sdk.apart(task_store, event_stream):
         logger.warning('No stream can work across them: %s', difference)
+    owned: SharedTailEventStream | None = None
+    if (
+        settings.mode is not Mode.OBSERVE
+        and not difference
+        and (tables := sdk.shareable(task_store, event_stream))
+    ):
+        event_stream = owned = SharedTailEventStream(
+            tables.engine, tables.create, tables.events, tables.versions, settings=settings
+        )
+        sdk.replace_event_stream(handler, owned)
     return ClusterSubscribeHandler(
-        handler, settings=settings, task_store=task_store, event_stream=event_stream
+        handler,
+        settings=settings,
+        task_store=task_store,
+        event_stream=event_stream,
+        owns_stream=owned is not None,
     )
 
 
@@ -144,12 +167,23 @@ class ClusterSubscribeHandler(_Base):
         settings: Settings,
         task_store: VersionedTaskStore,
         event_stream: TaskEventStream,
+        owns_stream: bool = False,
     ) -> None:
-        """Wraps `handler`; `wrap()` finds the arguments by itself."""
+        """Wraps `handler`; `wrap()` finds the arguments by itself.
+
+        Args:
+            handler: The handler to wrap.
+            settings: What it does.
+            task_store: The store that judges.
+            event_stream: The event log that is followed.
+            owns_stream: Whether `aclose()` closes the event stream too. Who builds a
+                `SharedTailEventStream` closes it.
+        """
         self.__wrapped = handler
         self.__settings = settings
         self.__store = task_store
         self.__stream = event_stream
+        self.__owns_stream = owns_stream
         self.__in_transit: Counter[str] = Counter()
         self.__background = Background()
         self.__telemetry = Telemetry()
@@ -174,10 +208,22 @@ class ClusterSubscribeHandler(_Base):
 
     async def aclose(self) -> None:
         """Ends every open stream with an error, then closes the wrapped handler."""
+        if self.__owns_stream and isinstance(self.__stream, SharedTailEventStream):
+            await self.__stream.aclose()
         await self.__background.aclose()
         close: Callable[[], Awaitable[None]] | None = getattr(self.__wrapped, 'aclose', None)
         if close is not None:
             await close()
+
+    async def on_cancel_task(
+        self, params: CancelTaskRequest, context: ServerCallContext
+    ) -> Task | None:
+        """Delegates, then wakes the streams: the SDK may log CANCELED without a publish (F11)."""
+        try:
+            return await self.__wrapped.on_cancel_task(params, context)
+        finally:
+            if isinstance(self.__stream, SharedTailEventStream):
+                self.__stream.wake(params.id, 'cancel')
 
     async def on_message_send(
         self, params: SendMessageRequest, context: ServerCallContext
@@ -252,7 +298,21 @@ class ClusterSubscribeHandler(_Base):
             return self.__wrapped.on_subscribe_to_task(params, context)
         if verdict is not Verdict.ABSENT:
             self.__telemetry.redirected(task_id, verdict)
-        return self.__serve(stored, Source(self.__stream, read))
+
+        def open_feed(version: TaskVersion) -> Feed:
+            if isinstance(self.__stream, SharedTailEventStream):
+                owner = sdk.owner(self.__store, context)
+                return self.__stream.open(stored_id, version, owner)
+            return StreamFeed(
+                self.__stream,
+                stored_id,
+                version,
+                settings=self.__settings,
+                background=self.__background,
+            )
+
+        stored_id = stored.task.id
+        return self.__serve(stored, Source(open_feed, read))
 
     async def __check(self, stored: StoredTask) -> Verdict:
         task_id = stored.task.id
@@ -271,8 +331,7 @@ class ClusterSubscribeHandler(_Base):
                 follow(
                     snapshot,
                     source,
-                    settings=self.__settings,
-                    background=self.__background,
+                    close_on=self.__settings.close_on,
                     telemetry=self.__telemetry,
                 )
             ) as events:

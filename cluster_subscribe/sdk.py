@@ -9,9 +9,9 @@ import logging
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
@@ -21,9 +21,11 @@ from a2a.server.cluster import (
     VersionedDatabaseTaskStore,
     VersionedTaskStore,
 )
+from a2a.server.context import ServerCallContext
 from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
 from sqlalchemy import make_url
 from sqlalchemy.engine import URL
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.errors import UnsupportedHandlerError
 
@@ -46,8 +48,10 @@ class PrivateAttribute:
 
 _HANDLER: Final = 'a2a.server.request_handlers.default_request_handler_v2.DefaultRequestHandlerV2'
 _ACTIVE_TASK: Final = 'a2a.server.agent_execution.active_task.ActiveTask'
+_REGISTRY: Final = 'a2a.server.agent_execution.active_task_registry.ActiveTaskRegistry'
 _STORE: Final = 'a2a.server.cluster.database_task_store.VersionedDatabaseTaskStore'
 _STREAM: Final = 'a2a.server.cluster.database_event_stream.DatabaseTaskEventStream'
+_VERSION: Final = 'a2a.server.cluster.version.TaskVersion'
 _TESTED: Final = '>=1.2.0,<1.4'
 
 PRIVATE_ATTRIBUTES: Final = (
@@ -55,15 +59,19 @@ PRIVATE_ATTRIBUTES: Final = (
     PrivateAttribute(_HANDLER, '_event_stream', _TESTED, 'the event log that is followed'),
     PrivateAttribute(_HANDLER, '_agent_card', _TESTED, 'does the agent stream at all'),
     PrivateAttribute(_HANDLER, '_active_task_registry', _TESTED, 'the local ActiveTask'),
+    PrivateAttribute(_REGISTRY, '_event_stream', _TESTED, 'what new ActiveTasks publish to'),
     PrivateAttribute(_ACTIVE_TASK, '_task_manager', _TESTED, 'the version it last saw'),
     PrivateAttribute(_ACTIVE_TASK, '_is_finished', _TESTED, 'has it ended'),
     PrivateAttribute(_ACTIVE_TASK, '_request_lock', _TESTED, 'does it run a turn'),
     PrivateAttribute(_ACTIVE_TASK, '_request_queue', _TESTED, 'does a turn wait in it'),
-    PrivateAttribute(_STORE, '_db', _TESTED, 'its database, for the warning at wrap time'),
-    PrivateAttribute(_STORE, '_event_model', _TESTED, 'its event table, likewise'),
-    PrivateAttribute(_STREAM, '_engine', _TESTED, 'its database, likewise'),
-    PrivateAttribute(_STREAM, '_event_model', _TESTED, 'its event table, likewise'),
+    PrivateAttribute(_STORE, '_db', _TESTED, 'its database and its owner resolver'),
+    PrivateAttribute(_STORE, '_event_model', _TESTED, 'its event table'),
+    PrivateAttribute(_STORE, '_version_model', _TESTED, 'its version table'),
+    PrivateAttribute(_STREAM, '_engine', _TESTED, 'its database'),
+    PrivateAttribute(_STREAM, '_event_model', _TESTED, 'its event table'),
+    PrivateAttribute(_STREAM, '_create_table', _TESTED, 'whether tables may be created'),
     PrivateAttribute(_STREAM, '_poll_interval_s', _TESTED, 'how late its events may come'),
+    PrivateAttribute(_VERSION, '_value', _TESTED, 'the integer behind a database version'),
 )
 
 
@@ -129,6 +137,62 @@ async def local_task(handler: RequestHandler, task_id: str) -> LocalTask | None:
     )
 
 
+def version_number(version: TaskVersion) -> int:
+    """The integer that a database version wraps; 0 for MISSING.
+
+    Raises:
+        TypeError: It wraps something else.
+    """
+    number = version._value
+    if not isinstance(number, int):
+        raise TypeError(f'{version!r} is no version of a database task store')
+    return number
+
+
+def owner(store: VersionedTaskStore, context: ServerCallContext) -> str | None:
+    """The owner that a store resolves a call context to; `None` where that is not known."""
+    if not isinstance(store, VersionedDatabaseTaskStore):
+        return None
+    return _known(lambda: store._db.owner_resolver(context))
+
+
+class Tables(NamedTuple):
+    """Where an event stream and its store keep the log."""
+
+    engine: AsyncEngine
+    events: str
+    versions: str
+    create: bool
+
+
+def shareable(store: VersionedTaskStore, stream: TaskEventStream) -> Tables | None:
+    """The tables behind the SDK's own store and stream; `None` for any other pair.
+
+    A subclass of the stream is its user's own and not shareable.
+    """
+    if type(stream) is not DatabaseTaskEventStream or not isinstance(
+        store, VersionedDatabaseTaskStore
+    ):
+        return None
+    return _known(
+        lambda: Tables(
+            stream._engine,
+            stream._event_model.__tablename__,
+            store._version_model.__tablename__,
+            stream._create_table,
+        )
+    )
+
+
+def replace_event_stream(handler: RequestHandler, stream: TaskEventStream) -> None:
+    """Makes a handler, and the tasks that it will run, publish to another event stream."""
+    if hasattr(handler, '_event_stream'):
+        handler._event_stream = stream
+        registry = _known(lambda: handler._active_task_registry)  # type: ignore[attr-defined]
+        if registry is not None:
+            registry._event_stream = stream
+
+
 def poll_interval(stream: TaskEventStream) -> float:
     """Seconds by which an event may reach `stream` late; 0 where it does not poll."""
     if not isinstance(stream, DatabaseTaskEventStream):
@@ -189,7 +253,7 @@ def _known(read: Callable[[], T]) -> T | None:
         return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def _say_missing(name: str) -> None:
     logger.warning(
         'This a2a-sdk has no %s where cluster-subscribe looks for it; '

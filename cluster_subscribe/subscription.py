@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
@@ -46,11 +46,42 @@ TERMINAL_STATES: Final = frozenset(
 )
 
 
+class Feed(Protocol):
+    """What a stream takes its events from."""
+
+    exact: bool
+    """Whether versions are the store's own, and can be compared with it."""
+    proven: bool
+    """Whether a `None` from `next()` means that the log holds nothing newer."""
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is buffered."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the event stream is over and everything it gave was taken."""
+
+    async def next(self) -> VersionedEvent | None:
+        """Takes the next event, or `None` when the store should be looked at.
+
+        Raises:
+            Exception: Whatever ended the event stream.
+        """
+
+    def restart(self, version: TaskVersion) -> None:
+        """Goes on behind a version that the stream got as a snapshot."""
+
+    def close(self) -> None:
+        """Ends the reading, without waiting."""
+
+
 @dataclass(frozen=True)
 class Source:
     """Where a stream gets its events, and who judges them."""
 
-    stream: TaskEventStream
+    open: Callable[[TaskVersion], Feed]
+    """Begins to read behind a version."""
     read: Callable[[], Awaitable[StoredTask | None]]
     """Reads the task as stored, with the subscriber's own call context."""
 
@@ -58,9 +89,7 @@ class Source:
 async def follow(
     snapshot: StoredTask,
     source: Source,
-    *,
-    settings: Settings,
-    background: Background,
+    close_on: CloseOn,
     telemetry: Telemetry,
 ) -> AsyncGenerator[Event, None]:
     """Yields the snapshot, then each later event exactly once.
@@ -68,8 +97,7 @@ async def follow(
     Args:
         snapshot: The task as stored at the moment of subscribing; not terminal.
         source: The event log and the store.
-        settings: `close_on`, `reconcile_interval` and `max_buffered_events` apply.
-        background: Runs the reader of the event stream.
+        close_on: Which events end the stream.
         telemetry: Told of every disagreement between the log and the store.
 
     Raises:
@@ -77,9 +105,7 @@ async def follow(
         EventStreamEndedError: The event stream ended before the task did.
     """
     task_id = snapshot.task.id
-    course = _Course(snapshot, exact=isinstance(source.stream, DatabaseTaskEventStream))
-    # What was committed before one look has reached the feed by the next.
-    quiet = max(settings.reconcile_interval / 2, 2 * sdk.poll_interval(source.stream))
+    course = _Course(snapshot)
     doubt: StoredTask | None = None
     paused = False
 
@@ -91,26 +117,29 @@ async def follow(
         except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
             telemetry.look_failed(task_id, error)
             return None
-        if stored is None or course.began_anew(stored):
+        if stored is None or (feed.exact and course.began_anew(stored)):
             raise TaskNotFoundError(f'Task {task_id} was deleted')
         return stored
 
     yield _copy(snapshot.task)
-    feed = _Feed(source.stream, task_id, snapshot.version, settings.max_buffered_events, background)
+    # A stream may idle for days: it keeps the version, not the task.
+    del snapshot
+    feed = source.open(course.position)
     try:
         while True:
             event: Event | None = None
-            if versioned := await feed.next(quiet):
+            if versioned := await feed.next():
                 doubt, paused = None, False
                 event = course.admit(versioned)
             elif stored := await look():
-                if not course.contradicts(stored):
+                if not course.contradicts(stored, exact=feed.exact):
                     if paused:
                         return
                     doubt = None
-                elif feed.ended or (doubt is not None and _alike(doubt, stored)):
+                elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
                     telemetry.reconciled(task_id)
                     event, doubt = course.restart(stored), None
+                    feed.restart(stored.version)
                 else:
                     doubt = stored
             if event is None:
@@ -126,11 +155,10 @@ async def follow(
                 return
             # AUTH_REQUIRED does not pause a stream: the agent may go on by itself (A2A 7.6.1).
             paused = (
-                settings.close_on is CloseOn.INTERRUPTED
-                and state == TaskState.TASK_STATE_INPUT_REQUIRED
+                close_on is CloseOn.INTERRUPTED and state == TaskState.TASK_STATE_INPUT_REQUIRED
             )
             if paused and feed.drained and (stored := await look()):
-                if not course.contradicts(stored):
+                if not course.contradicts(stored, exact=feed.exact):
                     return
                 paused = False
     finally:
@@ -140,9 +168,8 @@ async def follow(
 class _Course:
     """Where one stream stands: what it has delivered, and what it may deliver next."""
 
-    def __init__(self, snapshot: StoredTask, *, exact: bool) -> None:
-        self._exact = exact
-        self._floor = self._position = snapshot.version
+    def __init__(self, snapshot: StoredTask) -> None:
+        self._floor = self.position = snapshot.version
         self._state = snapshot.task.status.state
 
     def admit(self, versioned: VersionedEvent) -> Event | None:
@@ -152,8 +179,8 @@ class _Course:
             return event
         if not version.is_after(self._floor):
             return None
-        if version.is_after(self._position):
-            self._position = version
+        if version.is_after(self.position):
+            self.position = version
         if self._records_a_message(event):
             return None
         self._state = _state(event) or self._state
@@ -170,25 +197,23 @@ class _Course:
 
     def restart(self, stored: StoredTask) -> Task:
         """Goes on from the task as stored (rule 5)."""
-        self._floor = self._position = stored.version
+        self._floor = self.position = stored.version
         self._state = stored.task.status.state
         return _copy(stored.task)
 
-    def contradicts(self, stored: StoredTask) -> bool:
+    def contradicts(self, stored: StoredTask, *, exact: bool) -> bool:
         """Whether the store knows something that this stream has not delivered."""
         return stored.task.status.state != self._state or (
-            self._exact and _newer(stored.version, self._position)
+            exact and _newer(stored.version, self.position)
         )
 
     def began_anew(self, stored: StoredTask) -> bool:
         """Whether the stored task is a later life under the same id."""
-        return (
-            self._exact and not stored.version.is_missing and _newer(self._position, stored.version)
-        )
+        return not stored.version.is_missing and _newer(self.position, stored.version)
 
 
-class _Feed:
-    """Reads an event stream in a task of its own into a bounded buffer.
+class StreamFeed:
+    """Reads any event stream, in a task of its own, into a bounded buffer.
 
     Waiting for it is a bare future, so that a cancellation is never swallowed
     (rule 6); a full buffer makes the reader wait, so that nothing is lost (rule 7).
@@ -199,15 +224,22 @@ class _Feed:
         stream: TaskEventStream,
         task_id: str,
         after: TaskVersion,
-        limit: int,
+        *,
+        settings: Settings,
         background: Background,
     ) -> None:
-        self._limit = limit
-        self._background = background
+        self.exact = isinstance(stream, DatabaseTaskEventStream)
+        self.proven = False
+        # What was committed before one look has arrived here by the next.
+        self._quiet = max(settings.reconcile_interval / 2, 2 * sdk.poll_interval(stream))
+        self._limit = settings.max_buffered_events
+        self._closed = False
         self._buffer: deque[VersionedEvent] = deque()
         self._room = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
-        self._reader = background.spawn(self._read(stream, task_id, after), f'follow {task_id}')
+        self._reader = background.spawn(
+            self._read(stream, task_id, after), f'follow {task_id}', stop=self.close
+        )
         self._reader.add_done_callback(lambda _: self._wake())
 
     @property
@@ -220,8 +252,11 @@ class _Feed:
         """Whether the stream is over and everything it gave was taken."""
         return self._reader.done() and self.drained
 
-    async def next(self, timeout: float) -> VersionedEvent | None:
-        """Takes the next event, or `None` after `timeout` seconds of silence or at the end.
+    def restart(self, version: TaskVersion) -> None:
+        """Does nothing: what comes before the version is left out when it is taken."""
+
+    async def next(self) -> VersionedEvent | None:
+        """Takes the next event, or `None` after some seconds of silence or at the end.
 
         Raises:
             EventStreamEndedError: The reader was cancelled.
@@ -230,7 +265,7 @@ class _Feed:
         if not self._buffer and not self._reader.done():
             loop = asyncio.get_running_loop()
             self._waiter = loop.create_future()
-            timer = loop.call_later(timeout, self._wake)
+            timer = loop.call_later(self._quiet, self._wake)
             try:
                 await self._waiter
             finally:
@@ -246,8 +281,13 @@ class _Feed:
         return None
 
     def close(self) -> None:
-        """Ends the reader without waiting for it."""
-        self._background.end(self._reader)
+        """Ends the reader without waiting for it.
+
+        Cancelled once: a second cancellation would interrupt its tidying up.
+        """
+        if not self._closed:
+            self._closed = True
+            self._reader.cancel()
 
     async def _read(self, stream: TaskEventStream, task_id: str, after: TaskVersion) -> None:
         async with aclosing(stream.subscribe(task_id, after=after)) as events:

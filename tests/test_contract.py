@@ -1,17 +1,31 @@
-"""The contract, played by stock and wrapped handlers on every backend."""
+"""The contract, played by stock and wrapped handlers on every backend and replica."""
 
 import pytest
+
+from a2a.server.cluster import DatabaseTaskEventStream
 
 from cluster_subscribe.cli.lab import FAULTS, Decorate, Fault
 
 by_number = pytest.mark.parametrize('fault', FAULTS, ids=lambda fault: fault.number)
 
 
+class OwnStream(DatabaseTaskEventStream):
+    """A user's own event stream, which the decorator leaves in its place."""
+
+
+@pytest.mark.parametrize(
+    'stream_type', [DatabaseTaskEventStream, OwnStream], ids=['shared-tail', 'stock-stream']
+)
 @by_number
 async def test_every_replica_is_right_when_wrapped(
-    fault: Fault, database_url: str, wrapped: Decorate
+    fault: Fault,
+    stream_type: type[DatabaseTaskEventStream],
+    database_url: str,
+    wrapped: Decorate,
 ) -> None:
-    outcome = await fault.play(database_url, patience=20, decorate=wrapped)
+    outcome = await fault.play(
+        database_url, patience=20, decorate=wrapped, stream_type=stream_type
+    )
     assert outcome.right, outcome.timelines
 
 

@@ -5,6 +5,7 @@ import uuid
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from a2a.auth.user import User
@@ -21,6 +22,7 @@ from a2a.types import (
     AgentCapabilities,
     AgentCard,
     AgentInterface,
+    AgentSkill,
     CancelTaskRequest,
     Message,
     Part,
@@ -97,6 +99,8 @@ class Watch:
     def __init__(self, events: AsyncGenerator[Event, None], place: str) -> None:
         self.place = place
         self.events: list[Event] = []
+        self.told: list[str] = []
+        """The label of each event as it arrived."""
         self.ending: str | None = None
         """`closed`, the name of an error, or `None` while the stream is open."""
         self._changed = asyncio.Condition()
@@ -106,8 +110,13 @@ class Watch:
 
     @property
     def timeline(self) -> tuple[str, ...]:
-        """The labels of all events, then how the stream ended."""
-        return *map(label, self.events), self.ending or 'open'
+        """The labels of all events as they arrived, then how the stream ended."""
+        return *self.told, self.ending or 'open'
+
+    @property
+    def intact(self) -> bool:
+        """Whether every event still is what it was when it arrived."""
+        return [*map(label, self.events)] == self.told
 
     def hold(self) -> None:
         """Reads no further after the next event: a slow subscriber."""
@@ -154,6 +163,7 @@ class Watch:
         async with self._changed:
             if event is not None:
                 self.events.append(event)
+                self.told.append(label(event))
             self._changed.notify_all()
 
 
@@ -166,7 +176,7 @@ class Replica:
         self.engine = create_async_engine(cluster.url, **cluster.engine_options)
         self.store = _NotingStore(self.engine)
         self.store.gates = cluster.gates
-        self.stream = DatabaseTaskEventStream(self.engine, poll_interval_s=cluster.poll_interval)
+        self.stream = cluster.stream_type(self.engine, poll_interval_s=cluster.poll_interval)
         self.stock = DefaultRequestHandler(
             agent_executor=ScriptedAgent(cluster.gates, silent_cancel=cluster.silent_cancel),
             task_store=self.store,
@@ -280,6 +290,7 @@ class Cluster:
         poll_interval: float = 0.05,
         silent_cancel: bool = False,
         slow_push: str | None = None,
+        stream_type: type[DatabaseTaskEventStream] = DatabaseTaskEventStream,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.url = url
@@ -287,6 +298,7 @@ class Cluster:
         self.poll_interval = poll_interval
         self.silent_cancel = silent_cancel
         self.slow_push = slow_push
+        self.stream_type = stream_type
         self.engine_options = engine_options or {}
         self.gates = Gates()
         self.replicas = self.a, self.b, self.c = tuple(Replica(name, self) for name in 'ABC')
@@ -311,13 +323,32 @@ async def cluster(url: str, **how: Any) -> AsyncIterator[Cluster]:
         await made.aclose()
 
 
-async def settle(watches: Iterable[Watch], right: Sequence[str], patience: float) -> None:
-    """Waits until every stream is right, or can no longer become so, or patience ends."""
+async def settle(
+    watches: Iterable[Watch], right: Sequence[str], patience: float, *, thoroughly: bool = False
+) -> None:
+    """Waits until every stream is right, or can no longer become so, or patience ends.
+
+    Args:
+        watches: The streams.
+        right: What each should carry.
+        patience: Seconds of silence after which a stream counts as hung.
+        thoroughly: Waits for the end of a stream that is wrong already, too.
+    """
 
     def decided(watch: Watch) -> bool:
-        return watch.ending is not None or not _begins(right, watch.timeline[:-1])
+        return watch.ending is not None or not (thoroughly or _begins(right, watch.told))
 
-    await asyncio.gather(*(watch.until(decided, patience) for watch in watches))
+    async def settled(watch: Watch) -> None:
+        heard = -1
+        while not decided(watch) and len(watch.told) > heard:
+            heard = len(watch.told)
+            await watch.until(partial(_says_more, heard), patience)
+
+    await asyncio.gather(*map(settled, watches))
+
+
+def _says_more(heard: int, watch: Watch) -> bool:
+    return len(watch.told) > heard
 
 
 def matches(right: Sequence[str], timeline: Sequence[str]) -> bool:
@@ -342,5 +373,6 @@ def agent_card(url: str) -> AgentCard:
         ],
         default_input_modes=['text/plain'],
         default_output_modes=['text/plain'],
+        skills=[AgentSkill(id='script', name='Script', description='Words', tags=['test'])],
         capabilities=AgentCapabilities(streaming=True, push_notifications=True),
     )

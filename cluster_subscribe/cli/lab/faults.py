@@ -23,6 +23,8 @@ class Outcome:
     right: bool
     timelines: Mapping[str, tuple[str, ...]]
     """By replica; the last entry is how the stream ended, `open` if it did not."""
+    intact: bool
+    """Whether no event changed after it was handed out."""
     seconds: float
 
 
@@ -39,23 +41,26 @@ class Fault:
     setting: Mapping[str, Any] = field(default_factory=dict)
     """What the cluster needs for the fault to show."""
 
-    async def play(self, url: str, *, patience: float, **how: Any) -> Outcome:
+    async def play(
+        self, url: str, *, patience: float, thoroughly: bool = False, **how: Any
+    ) -> Outcome:
         """Plays the scene on a cluster of its own.
 
         Args:
             url: The database; its task tables are used.
-            patience: Seconds that a stream may take to become right. A stream that is
-                silent for so long counts as hung.
+            patience: Seconds; a stream that is silent for so long counts as hung.
+            thoroughly: Watches a stream that is wrong already to its end, too.
             how: Passed to `Cluster`: `decorate` and others.
         """
         began = time.monotonic()
         async with cluster(url, **self.setting, **how) as lab:
             watches = await self.scene(lab)
-            await settle(watches, self.right, patience)
+            await settle(watches, self.right, patience, thoroughly=thoroughly)
             timelines = {watch.place: watch.timeline for watch in watches}
         return Outcome(
             right=all(matches(self.right, timeline) for timeline in timelines.values()),
             timelines=timelines,
+            intact=all(watch.intact for watch in watches),
             seconds=time.monotonic() - began,
         )
 

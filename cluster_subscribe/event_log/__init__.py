@@ -1,0 +1,10 @@
+"""The event log, tailed by one reader per replica, woken and fanned out.
+
+A stream gets every row behind its cursor, in (version, seq) order, exactly once. Only
+the reader queries the database and moves cursors; a stream only empties its buffer.
+Wakeups make it fast and nothing else: whatever they miss, the timer finds.
+"""
+
+from cluster_subscribe.event_log.stream import SharedTailEventStream, TailStatistics
+
+__all__ = ['SharedTailEventStream', 'TailStatistics']

@@ -1,0 +1,297 @@
+"""The statements: what is asked of the SDK's `task_events` and `task_versions` tables.
+
+Cursor and order are (version, seq). `seq` alone follows allocation, which caching
+and distributed sequences separate from commit order; version alone is not unique on
+SQLite, where a cancel may share its version with an event (F20).
+"""
+
+import json
+import logging
+
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from a2a.server.models import Base, create_task_event_model, create_task_version_model
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    CompoundSelect,
+    Connection,
+    Index,
+    Select,
+    String,
+    Table,
+    any_,
+    bindparam,
+    func,
+    inspect,
+    literal,
+    or_,
+    select,
+    union_all,
+)
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.orm import DeclarativeBase
+
+logger = logging.getLogger(__name__)
+
+PAGES_PER_STATEMENT: Final = 32
+"""Pages asked for in one statement: far below what any database refuses."""
+TASKS_PER_STATEMENT: Final = 10_000
+"""Tasks whose versions are asked for in one statement: some 400 KB of ids."""
+_BEHIND_ALL_ROWS: Final = 2**63 - 1
+
+
+class Cursor(NamedTuple):
+    """A place in one task's log: everything up to it has been read."""
+
+    version: int
+    seq: int
+
+    @classmethod
+    def behind(cls, version: int) -> 'Cursor':
+        """The place behind every row of a version."""
+        return cls(version, _BEHIND_ALL_ROWS)
+
+
+class Page(NamedTuple):
+    """A request for the rows behind a cursor."""
+
+    task_id: str
+    after: Cursor
+    floor: int
+    """Rows up to this `seq` belong to an earlier life of the task."""
+
+
+class Stored(NamedTuple):
+    """What `task_versions` says of a task."""
+
+    owner: str | None
+    version: int
+
+
+class Row(NamedTuple):
+    """One event as logged, beside what was stored when it was read."""
+
+    cursor: Cursor
+    owner: str | None
+    data: bytes
+    stored: int | None
+    """The stored version in the same statement; `None` without a stored task."""
+
+    @property
+    def of_earlier_life(self) -> bool:
+        """Whether the log is ahead of the store here, as only a deleted task leaves it."""
+        return self.stored is None or self.cursor.version > self.stored
+
+
+class EventLog:
+    """Reads one pair of event and version tables. The engine stays its giver's."""
+
+    def __init__(
+        self, engine: AsyncEngine, events: str, versions: str, *, create_table: bool
+    ) -> None:
+        self.engine = engine
+        self._create_table = create_table
+        self._prepared = False
+        self._events, self._versions = _tables(events, versions)
+        self._index = _index(self._events)
+        if (shared := Base.metadata.tables.get(events)) is not None:
+            # Whoever creates the SDK's table creates the index with it.
+            _index(shared)
+        v = self._versions.c
+        self._stored = select(v.task_id, v.owner, v.version).where(
+            _among(v.task_id, engine.dialect.name)
+        )
+        e = self._events.c
+        stored_version = select(v.version).where(v.task_id == bindparam('task_id'))
+        self._earlier_life = select(func.max(e.seq)).where(
+            e.task_id == bindparam('task_id'),
+            e.task_version > func.coalesce(stored_version.scalar_subquery(), 0),
+        )
+        self._statements: dict[int, CompoundSelect[Any] | Select[Any]] = {}
+
+    @property
+    def table(self) -> str:
+        """The name of the event table."""
+        return self._events.name
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[AsyncConnection]:
+        """One pooled connection for one round."""
+        async with self.engine.connect() as connection:
+            if connection.dialect.name == 'postgresql':
+                # Reads of single statements need no transaction, and no round trips for it.
+                connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
+            yield connection
+
+    async def prepare(self) -> None:
+        """Creates the tables if they are missing and it may; names a missing index.
+
+        The index comes only with the table: building it under a running cluster is
+        for the operator, with a statement that does not block writers.
+        """
+        if self._prepared:
+            return
+        async with self.engine.connect() as connection:
+            indexed = await connection.run_sync(self._indexed)
+        if indexed is None and self._create_table:
+            try:
+                async with self.engine.begin() as connection:
+                    await connection.run_sync(self._events.metadata.create_all)
+            except Exception:
+                async with self.engine.connect() as connection:
+                    if await connection.run_sync(self._indexed) is None:
+                        raise
+                # Another replica was quicker.
+        elif indexed is False:
+            logger.warning(
+                'Reading the log of a task with many events is slow without an index on it: %s',
+                index_statement(self._index, self.engine.dialect.name),
+            )
+        self._prepared = True
+
+    def _indexed(self, connection: Connection) -> bool | None:
+        """Whether the table has the index; `None` if there is no table."""
+        inspector = inspect(connection)
+        if not inspector.has_table(self._events.name):
+            return None
+        wanted = [c.name for c in self._index.columns][:2]
+        return any(
+            index['column_names'][:2] == wanted
+            for index in inspector.get_indexes(self._events.name)
+        )
+
+    async def stored(
+        self, connection: AsyncConnection, task_ids: Collection[str]
+    ) -> dict[str, Stored]:
+        """The stored owner and version of each task that is there.
+
+        One statement for `TASKS_PER_STATEMENT` tasks.
+        """
+        answer: dict[str, Stored] = {}
+        for ids in _chunks(task_ids, TASKS_PER_STATEMENT):
+            value = json.dumps(ids) if connection.dialect.name == 'sqlite' else ids
+            for task_id, owner, version in await connection.execute(self._stored, {'ids': value}):
+                answer[task_id] = Stored(owner, version)
+        return answer
+
+    async def pages(
+        self, connection: AsyncConnection, wanted: Sequence[Page], limit: int
+    ) -> list[list[Row]]:
+        """At most `limit` rows behind each cursor, in log order.
+
+        One seek in the index for each page, whatever lies before its cursor.
+        """
+        answer: list[list[Row]] = []
+        for pages in _chunks(wanted, PAGES_PER_STATEMENT):
+            values: dict[str, object] = {'limit': limit}
+            for number, page in enumerate(pages):
+                values[f'task_{number}'] = page.task_id
+                values[f'version_{number}'], values[f'seq_{number}'] = page.after
+                values[f'floor_{number}'] = page.floor
+            found: list[list[Row]] = [[] for _ in pages]
+            for number, task_id, version, seq, owner, data, stored in await connection.execute(
+                self._pages(len(pages)), values
+            ):
+                # MySQL compares loosely: letter case and trailing blanks.
+                if task_id == pages[number].task_id:
+                    found[number].append(Row(Cursor(version, seq), owner, data, stored))
+            answer += found
+        return answer
+
+    async def earlier_life(self, connection: AsyncConnection, task_id: str) -> int:
+        """The highest `seq` that an earlier life of the task left behind the stored version.
+
+        Log and store are compared in one statement: between two, an event of this life
+        could slip in.
+        """
+        return (await connection.execute(self._earlier_life, {'task_id': task_id})).scalar() or 0
+
+    def _pages(self, count: int) -> CompoundSelect[Any] | Select[Any]:
+        if count not in self._statements:
+            pages = [select(self._page(number).subquery()) for number in range(count)]
+            self._statements[count] = (
+                union_all(*pages).order_by('page', 'task_version', 'seq')
+                if count > 1
+                else self._page(0)
+            )
+        return self._statements[count]
+
+    def _page(self, number: int) -> Select[Any]:
+        c, v = self._events.c, self._versions.c
+        task_id = bindparam(f'task_{number}', type_=String)
+        version = bindparam(f'version_{number}', type_=BigInteger)
+        stored = select(v.version).where(v.task_id == task_id).scalar_subquery()
+        return (
+            select(
+                literal(number, literal_execute=True).label('page'),
+                c.task_id,
+                c.task_version,
+                c.seq,
+                c.owner,
+                c.event_data,
+                stored.label('stored'),
+            )
+            .where(
+                c.task_id == task_id,
+                c.seq > bindparam(f'floor_{number}', type_=BigInteger),
+                # The first term is what the index seeks; the second leaves out what was read.
+                c.task_version >= version,
+                or_(
+                    c.task_version > version,
+                    c.seq > bindparam(f'seq_{number}', type_=BigInteger),
+                ),
+            )
+            .order_by(c.task_version, c.seq)
+            .limit(bindparam('limit'))
+        )
+
+
+def index_statement(index: Index, dialect: str) -> str:
+    """The statement that builds the index without stopping writers."""
+    assert index.table is not None
+    table, columns = index.table.name, ', '.join(c.name for c in index.columns)
+    if dialect == 'postgresql':
+        return f'CREATE INDEX CONCURRENTLY IF NOT EXISTS {index.name} ON {table} ({columns})'
+    if dialect in ('mysql', 'mariadb'):
+        return (
+            f'ALTER TABLE {table} ADD INDEX {index.name} ({columns}), ALGORITHM=INPLACE, LOCK=NONE'
+        )
+    return f'CREATE INDEX IF NOT EXISTS {index.name} ON {table} ({columns})'
+
+
+def _tables(events: str, versions: str) -> tuple[Table, Table]:
+    # A base of our own: the SDK refuses a second model for one table name.
+    class _Base(DeclarativeBase):
+        pass
+
+    create_task_event_model(events, _Base)
+    create_task_version_model(versions, _Base)
+    return _Base.metadata.tables[events], _Base.metadata.tables[versions]
+
+
+def _index(events: Table) -> Index:
+    name = f'ix_{events.name}_cursor'[:63]
+    for index in events.indexes:
+        if index.name == name:
+            return index
+    return Index(name, events.c.task_id, events.c.task_version, events.c.seq)
+
+
+def _among(task_id: ColumnElement[str], dialect: str) -> ColumnElement[bool]:
+    """Membership in the parameter `ids`, one parameter where the database can."""
+    if dialect == 'postgresql':
+        return task_id == any_(bindparam('ids', type_=postgresql.ARRAY(String)))
+    if dialect == 'sqlite':
+        return task_id.in_(select(func.json_each(bindparam('ids')).table_valued('value').c.value))
+    return task_id.in_(bindparam('ids', expanding=True))
+
+
+def _chunks(items: Collection[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part

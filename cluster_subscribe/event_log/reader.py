@@ -1,0 +1,302 @@
+"""One reader per replica: woken, it reads the log once and feeds every stream.
+
+Who may touch what: the reader alone queries and moves cursors. It feeds only the
+streams it planned a round for, from the cursor it planned with; a stream that joins,
+leaves or restarts while the query runs is left to the next round.
+"""
+
+import asyncio
+import logging
+import random
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from a2a.server.events import Event
+from a2a.types import StreamResponse
+from google.protobuf.message import DecodeError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from cluster_subscribe.background import Background
+from cluster_subscribe.errors import EventStreamEndedError
+from cluster_subscribe.event_log.log import EventLog, Page, Row
+from cluster_subscribe.event_log.subscriber import Subscriber
+from cluster_subscribe.event_log.wakeup import Wakeup, within
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE: Final = 5.0
+"""Seconds between two attempts to read, at most."""
+_FINAL_MYSQL_CODES: Final = frozenset({1044, 1054, 1142, 1143, 1146})
+"""Missing tables and columns, missing permissions."""
+
+
+class Reader:
+    """Tails one event log for all streams of this process."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        wakeup: Wakeup | None,
+        background: Background,
+        *,
+        poll_interval: float,
+        page_size: int,
+    ) -> None:
+        self._log = log
+        self._wakeup = wakeup
+        self._background = background
+        self._poll_interval = poll_interval
+        self._page_size = page_size
+        self._watched: dict[str, set[Subscriber]] = {}
+        self._woken: dict[str, None] = {}
+        self._check_due = False
+        self._stir = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._wakeup_task: asyncio.Task[None] | None = None
+        self.open = self.rounds = self.rows = self.reconnects = 0
+        self.wakeups: Counter[str] = Counter()
+
+    @property
+    def watched_tasks(self) -> int:
+        """How many tasks have an open stream."""
+        return len(self._watched)
+
+    def join(self, subscriber: Subscriber) -> None:
+        """Begins to feed a stream."""
+        self._watched.setdefault(subscriber.task_id, set()).add(subscriber)
+        self.open += 1
+        self._start()
+        # What was committed between its snapshot and now.
+        self.more(subscriber.task_id)
+
+    def leave(self, subscriber: Subscriber) -> None:
+        """Forgets a stream, at once."""
+        streams = self._watched.get(subscriber.task_id)
+        if streams is None or subscriber not in streams:
+            return
+        streams.discard(subscriber)
+        self.open -= 1
+        if not streams:
+            del self._watched[subscriber.task_id]
+            self._woken.pop(subscriber.task_id, None)
+            self._stir.set()
+
+    def more(self, task_id: str) -> None:
+        """Has a task's log read in the next round."""
+        self._woken[task_id] = None
+        self._stir.set()
+
+    def wake(self, task_ids: Iterable[str] | None, source: str) -> None:
+        """Takes a hint that tasks have moved; `None` for any task."""
+        self.wakeups[source] += 1
+        if task_ids is None:
+            self._check_due = True
+            self._stir.set()
+            return
+        for task_id in task_ids:
+            if task_id in self._watched:
+                self.more(task_id)
+
+    def notify(self, task_id: str) -> None:
+        """Hints to the other replicas that a task has moved."""
+        if self._wakeup is not None and not self._background.closed:
+            self._wakeup.notify(task_id)
+            self._start_wakeup()
+
+    async def owner_of(self, task_id: str) -> str | None:
+        """The owner of the stored task."""
+        await self._log.prepare()
+        async with self._log.connect() as connection:
+            stored = await self._log.stored(connection, [task_id])
+        return stored[task_id].owner if task_id in stored else None
+
+    def fail(self, message: str) -> None:
+        """Ends every open stream with an error."""
+        for subscriber in list(self._subscribers()):
+            subscriber.fail(EventStreamEndedError(message))
+            self.leave(subscriber)
+
+    def _subscribers(self) -> Iterator[Subscriber]:
+        for streams in self._watched.values():
+            yield from streams
+
+    def _start(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = self._background.spawn(
+                self._run(), f'reader of {self._log.table}', stop=self._stir.set
+            )
+        self._start_wakeup()
+
+    def _start_wakeup(self) -> None:
+        if self._wakeup is not None and (self._wakeup_task is None or self._wakeup_task.done()):
+            self._wakeup_task = self._background.spawn(
+                self._listen(self._wakeup),
+                f'wakeups of {self._log.table}',
+                stop=self._wakeup.stop,
+            )
+
+    async def _listen(self, wakeup: Wakeup) -> None:
+        try:
+            await wakeup.run(self.wake, lambda: bool(self._watched))
+        except Exception as error:  # noqa: BLE001 - a wakeup is a hint, the timer serves
+            logger.warning('Wakeups of %s ended (%s); the timer serves', self._log.table, error)
+
+    async def _run(self) -> None:
+        failures = 0
+        due = 0.0
+        loop = asyncio.get_running_loop()
+        try:
+            while self._watched and not self._background.closed:
+                await within(self._stir, due - loop.time())
+                check = self._check_due or loop.time() >= due
+                # Cleared before the read: a wakeup that comes now leads to another round.
+                self._check_due = False
+                self._stir.clear()
+                woken, self._woken = self._woken, {}
+                try:
+                    await self._round(woken, check=check)
+                except Exception as error:
+                    if is_final(error):
+                        raise
+                    self._woken = woken | self._woken
+                    await self._pause(error, failures := failures + 1)
+                    due = 0.0
+                    continue
+                if failures:
+                    logger.info('The event log %s can be read again', self._log.table)
+                    failures = 0
+                if check:
+                    due = loop.time() + self._poll_interval
+        except Exception as error:
+            logger.exception('The event log %s cannot be read', self._log.table)
+            self.fail(f'The event log cannot be read ({type(error).__name__})')
+        finally:
+            self.fail('The server is stopping')
+
+    async def _pause(self, error: Exception, failures: int) -> None:
+        self.reconnects += 1
+        if failures == 1:
+            logger.warning(
+                'Reading the event log %s failed (%s); its streams wait until it can be read',
+                self._log.table,
+                error,
+            )
+        pause = min(_LONGEST_PAUSE, 0.025 * 2**failures)
+        await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads the replicas
+
+    async def _round(self, woken: dict[str, None], *, check: bool) -> None:
+        if not (check or woken):
+            return
+        self.rounds += 1
+        await self._log.prepare()
+        async with self._log.connect() as connection:
+            ahead = await self._check(connection, woken) if check else {}
+            drained = await self._read(connection, woken)
+        for subscriber in drained & ahead.keys():
+            # The log was read after the version: what it did not hold was never logged.
+            if subscriber.cursor.version < ahead[subscriber]:
+                subscriber.doubt()
+
+    async def _check(
+        self, connection: AsyncConnection, woken: dict[str, None]
+    ) -> dict[Subscriber, int]:
+        """Compares all streams with the stored versions; wakes the tasks that moved.
+
+        Returns:
+            The streams that the store is ahead of, with the stored version.
+        """
+        planned = [(subscriber, subscriber.cursor) for subscriber in self._subscribers()]
+        stored = await self._log.stored(connection, list(self._watched))
+        ahead: dict[Subscriber, int] = {}
+        for subscriber, cursor in planned:
+            if subscriber.cursor != cursor:
+                continue
+            task = stored.get(subscriber.task_id)
+            if task is None:
+                if cursor.version:
+                    subscriber.doubt(gone=True)
+            elif task.owner != subscriber.owner or task.version < cursor.version:
+                subscriber.doubt(gone=True)
+            elif task.version > cursor.version:
+                woken[subscriber.task_id] = None
+                ahead[subscriber] = task.version
+        return ahead
+
+    async def _read(self, connection: AsyncConnection, woken: Iterable[str]) -> set[Subscriber]:
+        """Reads what follows the cursors of the woken tasks' streams, and feeds them.
+
+        Returns:
+            The streams that have everything the log held for them.
+        """
+        drained: set[Subscriber] = set()
+        planned: dict[Page, list[Subscriber]] = {}
+        for task_id in woken:
+            for subscriber in self._watched.get(task_id, ()):
+                if subscriber.waiting:
+                    planned.setdefault(subscriber.page, []).append(subscriber)
+        decoded: dict[int, Event | None] = {}
+
+        def decode(row: Row) -> Event | None:
+            if row.cursor.seq not in decoded:
+                decoded[row.cursor.seq] = _event(row)
+            return decoded[row.cursor.seq]
+
+        pages = list(planned)
+        for page, rows in zip(
+            pages, await self._log.pages(connection, pages, self._page_size), strict=True
+        ):
+            self.rows += len(rows)
+            if any(row.of_earlier_life for row in rows):
+                await self._set_floor(connection, page, planned[page])
+                continue
+            for subscriber in planned[page]:
+                if subscriber.page == page:
+                    subscriber.feed(rows, decode, more=len(rows) == self._page_size)
+                    if not subscriber.behind:
+                        drained.add(subscriber)
+        return drained
+
+    async def _set_floor(
+        self, connection: AsyncConnection, page: Page, subscribers: Iterable[Subscriber]
+    ) -> None:
+        floor = await self._log.earlier_life(connection, page.task_id)
+        for subscriber in subscribers:
+            if subscriber.page != page:
+                continue
+            if floor > subscriber.floor:
+                subscriber.floor = floor
+                self.more(subscriber.task_id)
+            else:
+                subscriber.doubt()
+
+
+def is_final(error: Exception) -> bool:
+    """Whether trying again cannot help: a missing table or permission, or a bug of ours.
+
+    Everything else is retried, what a driver raises while connecting included.
+    """
+    if isinstance(error, DBAPIError):
+        code = error.orig.args[0] if error.orig and error.orig.args else None
+        return not error.connection_invalidated and (
+            isinstance(error, ProgrammingError)
+            or code in _FINAL_MYSQL_CODES
+            or str(error.orig).startswith(('no such table', 'no such column'))
+        )
+    return isinstance(
+        error, ArithmeticError | AssertionError | AttributeError | LookupError | TypeError
+    )
+
+
+def _event(row: Row) -> Event | None:
+    try:
+        response = StreamResponse.FromString(row.data)
+        if kind := response.WhichOneof('payload'):
+            event: Event = getattr(response, kind)
+            return event
+    except DecodeError:
+        pass
+    logger.warning('The event log has a row that is no event (seq %d)', row.cursor.seq)
+    return None

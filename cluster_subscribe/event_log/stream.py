@@ -1,0 +1,155 @@
+"""`SharedTailEventStream`: the SDK's event log, read once per replica."""
+
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from cluster_subscribe import sdk
+from cluster_subscribe.background import Background
+from cluster_subscribe.event_log.log import Cursor, EventLog
+from cluster_subscribe.event_log.reader import Reader
+from cluster_subscribe.event_log.subscriber import Subscriber
+from cluster_subscribe.event_log.wakeup import wakeup_for
+from cluster_subscribe.settings import Settings, Wakeup
+
+
+@dataclass(frozen=True)
+class TailStatistics:
+    """A snapshot of one event stream's counters since it was made."""
+
+    open_subscriptions: int
+    watched_tasks: int
+    rounds: int
+    """Times that the reader went to the database."""
+    rows: int
+    """Rows of the log that it read."""
+    wakeups: Mapping[str, int]
+    """By source: `publish`, `cancel`, `listen`, `notify`, `data_version`."""
+    reconnects: int
+    """Rounds that failed and were tried again."""
+
+
+class SharedTailEventStream(TaskEventStream):
+    """A `TaskEventStream` over the SDK's own `task_events` and `task_versions` tables.
+
+    One reader serves every subscription of the process; the tables stay the SDK's,
+    so replicas with the stock stream may run beside it. The engine stays yours. The
+    reader takes one pooled connection while it reads; waiting for wakeups takes one
+    more, outside the pool, on PostgreSQL and SQLite.
+
+    Args:
+        engine: The engine of the database that the task store writes to.
+        create_table: Whether to create the tables where they are missing.
+        table_name: The event table, as given to the store as `event_table_name`.
+        version_table_name: The version table, as given to the store.
+        settings: `poll_interval`, `wakeup` and `max_buffered_events` apply; read from
+            the environment when not given.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        create_table: bool = True,  # noqa: FBT001, FBT002 - as the SDK's own stream has it
+        table_name: str = 'task_events',
+        version_table_name: str = 'task_versions',
+        *,
+        settings: Settings | None = None,
+    ) -> None:
+        settings = settings or Settings()
+        self._limit = settings.max_buffered_events
+        self._background = Background()
+        self._reader = Reader(
+            EventLog(engine, table_name, version_table_name, create_table=create_table),
+            wakeup_for(engine, table_name) if settings.wakeup is Wakeup.AUTO else None,
+            self._background,
+            poll_interval=settings.poll_interval,
+            page_size=self._limit,
+        )
+
+    async def publish(self, task_id: str, event: VersionedEvent) -> None:
+        """Wakes the readers; the event itself is in the log already.
+
+        Never waits and never raises: an exception out of it would fail the task.
+        """
+        del event
+        self.wake(task_id, 'publish')
+
+    def wake(self, task_id: str, source: str) -> None:
+        """Hints that a task has moved, to the streams here and on the other replicas."""
+        self._reader.wake((task_id,), source)
+        self._reader.notify(task_id)
+
+    def open(
+        self, task_id: str, after: TaskVersion, owner: str | None, *, strict: bool = True
+    ) -> Subscriber:
+        """Begins to read a task's log for one stream.
+
+        Args:
+            task_id: The task.
+            after: The version of the snapshot that the stream begins with.
+            owner: The task's owner; rows of another are never delivered.
+            strict: Whether the stream has a store to look at when the log has a hole.
+                Without one it passes over holes, as the SDK's own stream does.
+
+        Raises:
+            EventStreamEndedError: After `aclose()`.
+            TypeError: The version is not an integer.
+        """
+        subscriber = Subscriber(
+            task_id,
+            owner,
+            Cursor.behind(sdk.version_number(after)),
+            self._limit,
+            self._reader.more,
+            self._reader.leave,
+            strict=strict,
+        )
+        self._reader.join(subscriber)
+        return subscriber
+
+    async def subscribe(
+        self, task_id: str, *, after: TaskVersion, owner: str | None = None
+    ) -> AsyncGenerator[VersionedEvent, None]:
+        """Yields the events of a task that follow a version, in log order.
+
+        Args:
+            task_id: The task.
+            after: The version to start behind.
+            owner: Rows of another owner are left out; whoever owns the stored task
+                when not given.
+
+        Raises:
+            TaskNotFoundError: The task was deleted, or deleted and made anew.
+            EventStreamEndedError: The log cannot be read, or the server is stopping.
+        """
+        if owner is None:
+            owner = await self._background.run(self._reader.owner_of(task_id), f'owner {task_id}')
+        subscriber = self.open(task_id, after, owner, strict=False)
+        try:
+            while versioned := await subscriber.next():
+                yield versioned
+        finally:
+            subscriber.close()
+
+    async def destroy(self, task_id: str) -> None:
+        """Does nothing: the log is kept, and streams end on their own."""
+
+    def statistics(self) -> TailStatistics:
+        """The counters of this event stream."""
+        reader = self._reader
+        return TailStatistics(
+            open_subscriptions=reader.open,
+            watched_tasks=reader.watched_tasks,
+            rounds=reader.rounds,
+            rows=reader.rows,
+            wakeups=MappingProxyType(dict(reader.wakeups)),
+            reconnects=reader.reconnects,
+        )
+
+    async def aclose(self) -> None:
+        """Ends every open stream with an error, and every task and connection of its own."""
+        self._reader.fail('The server is stopping')
+        await self._background.aclose()

@@ -1,0 +1,42 @@
+"""What makes the reader look before its timer does.
+
+A wakeup is a hint. It may be lost, late, doubled or false, and nothing but speed
+depends on it: the timer always runs as the net.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
+from cluster_subscribe.event_log.wakeup.sqlite import SqliteWakeup
+from cluster_subscribe.event_log.wakeup.waiting import within
+
+Wake = Callable[[Iterable[str] | None, str], None]
+"""Takes the ids of tasks that moved, `None` for any, and the name of the source."""
+
+
+class Wakeup(Protocol):
+    """A source of wakeups that other processes feed."""
+
+    async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
+        """Wakes until stopped, or until nobody has wanted it for a while."""
+
+    def stop(self) -> None:
+        """Makes `run()` return soon, for good."""
+
+    def notify(self, task_id: str) -> None:
+        """Hints to the other replicas that a task moved. Never waits, never raises."""
+
+
+def wakeup_for(engine: AsyncEngine, table: str) -> Wakeup | None:
+    """The wakeup that an engine's database offers; `None` where there is only the timer."""
+    if engine.dialect.name == 'postgresql' and engine.dialect.driver == 'asyncpg':
+        return PostgresqlWakeup(engine, table)
+    if engine.dialect.name == 'sqlite' and engine.url.database not in (None, '', ':memory:'):
+        return SqliteWakeup(engine)
+    return None
+
+
+__all__ = ['PostgresqlWakeup', 'SqliteWakeup', 'Wake', 'Wakeup', 'wakeup_for', 'within']

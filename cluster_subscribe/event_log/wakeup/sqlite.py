@@ -1,0 +1,49 @@
+"""SQLite: the file says when another connection has committed."""
+
+import asyncio
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from cluster_subscribe.event_log.wakeup.detached import detached
+
+_BUSY: Final = 0.005
+"""Seconds between two looks while events flow."""
+_IDLE: Final = 0.05
+"""Seconds between two looks when nothing has moved for long."""
+_PATIENCE: Final = 200
+"""Looks without a change until the pace slackens: one second of silence."""
+_DATA_VERSION: Final = text('PRAGMA data_version')
+
+
+class SqliteWakeup:
+    """Looks at `PRAGMA data_version`, often while events flow and seldom while idle."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._stopped = False
+
+    def notify(self, task_id: str) -> None:
+        """Does nothing: the commit itself is what the others see."""
+
+    def stop(self) -> None:
+        """Makes `run()` return after its next look."""
+        self._stopped = True
+
+    async def run(
+        self, wake: Callable[[Iterable[str] | None, str], None], wanted: Callable[[], bool]
+    ) -> None:
+        """Wakes at every commit of another connection, while somebody wants it."""
+        async with detached(self._engine) as connection:
+            seen: int | None = None
+            unchanged = 0
+            while wanted() and not self._stopped:
+                now = await connection.scalar(_DATA_VERSION)
+                unchanged = unchanged + 1 if now == seen else 0
+                if now != seen:
+                    seen = now
+                    wake(None, 'data_version')
+                await asyncio.sleep(_BUSY if unchanged < _PATIENCE else _IDLE)
