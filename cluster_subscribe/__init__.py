@@ -13,6 +13,7 @@ from cluster_subscribe.errors import (
     SettingsError,
     UnsupportedHandlerError,
 )
+from cluster_subscribe.event_log import SharedTailEventStream, TailStatistics
 from cluster_subscribe.handler import ClusterSubscribeHandler, wrap
 from cluster_subscribe.local_task import Verdict
 from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, Wakeup
@@ -27,7 +28,9 @@ __all__ = [
     'Mode',
     'Settings',
     'SettingsError',
+    'SharedTailEventStream',
     'Statistics',
+    'TailStatistics',
     'UnsupportedHandlerError',
     'Verdict',
     'Wakeup',

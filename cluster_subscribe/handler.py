@@ -343,12 +343,19 @@ class ClusterSubscribeHandler(_Base):
 
     async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
         if isinstance(self.__store, VersionedDatabaseTaskStore):
-            # Its get() creates the tasks table only, and fails on the missing others.
-            try:
-                await self.__store.initialize()
-            except Exception:  # noqa: BLE001 - another replica may be creating them too
-                await self.__store.initialize()
+            await _create_tables(self.__store)
         return await self.__store.get(task_id, context)
+
+
+async def _create_tables(store: VersionedDatabaseTaskStore) -> None:
+    """Makes a first read possible: the store's `get()` creates one table of three."""
+    for attempts_left in reversed(range(5)):
+        try:
+            return await store.initialize()
+        except Exception:
+            # Another replica that creates them at the same time is quicker at one or other.
+            if not attempts_left:
+                raise
 
 
 _OWN = f'_{ClusterSubscribeHandler.__name__}__'

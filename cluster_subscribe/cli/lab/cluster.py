@@ -262,8 +262,9 @@ class Turn:
             self._began.set()
 
     async def task(self) -> Task:
-        """The task as stored, once the turn's first event is out."""
-        await self._began.wait()
+        """The task as stored, once the turn's task is known."""
+        if not self._task_id:
+            await self._began.wait()
         return await self._replica.get(self._task_id)
 
     async def at(self, *gates: str) -> Task:

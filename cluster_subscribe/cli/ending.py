@@ -1,0 +1,75 @@
+"""How a command ends: its exit status, its one line on stderr, its signals."""
+
+import asyncio
+import signal
+
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+T = TypeVar('T')
+
+RIGHT: Final = 0
+BROKEN: Final = 1
+"""The wrapped run breaks the contract."""
+UNUSABLE: Final = 2
+"""Bad usage, an unreachable database, a missing package."""
+SIGNALLED: Final = 128
+"""Plus the number of the signal that ended the command."""
+
+
+class Failure(Exception):  # noqa: N818 - what the user is told of, not what went wrong in here
+    """Ends the command as unusable: what is wrong, with its remedy if there is one.
+
+    Whatever it is made of, it is one line.
+    """
+
+    def __str__(self) -> str:
+        return ' '.join(super().__str__().split())
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error, or the driver's error below it, has to say."""
+    error = getattr(error, 'orig', None) or error
+    # Drivers and the operating system put a number before their words.
+    numbered = len(error.args) > 1 and isinstance(error.args[0], int)
+    said = error.args[1] if numbered else error
+    return next(iter(str(said).strip().splitlines()), type(error).__name__)
+
+
+def run_until_signalled(work: Coroutine[Any, Any, T]) -> T:
+    """Runs a command's coroutine to its result.
+
+    The first Ctrl-C or SIGTERM cancels it, so that it tidies up. Later ones are ignored:
+    whoever is impatient would leave processes and rows behind.
+
+    Raises:
+        SystemExit: A signal ended it; the status is 128 plus the signal's number.
+    """
+    caught: list[int] = []
+
+    async def supervised() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None  # noqa: S101 - for the type checker
+
+        def stop(number: int) -> None:
+            caught.append(number)
+            for each in signals:
+                loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_IGN)
+            task.cancel()
+
+        signals = signal.SIGINT, signal.SIGTERM
+        try:
+            for each in signals:
+                loop.add_signal_handler(each, stop, each)
+        except NotImplementedError:
+            # A loop without signal handlers (Windows): there Ctrl-C alone cancels.
+            pass
+        return await work
+
+    try:
+        return asyncio.run(supervised())
+    except asyncio.CancelledError:
+        if not caught:
+            raise
+        raise SystemExit(SIGNALLED + caught[0]) from None

@@ -1,0 +1,67 @@
+"""The front door: which command, and how it ends."""
+
+import argparse
+import signal
+import sys
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Final, NoReturn
+
+from cluster_subscribe.cli import demo
+from cluster_subscribe.cli.ending import SIGNALLED, UNUSABLE, Failure
+
+COMMANDS: Final = {'demo': demo}
+"""Each offers `add_parser(subparsers)` and `run(args) -> int`, the exit status."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(UNUSABLE, f'{self.prog}: {message} (--help says more)\n')
+
+
+class _Version(argparse.Action):
+    """Looks the versions up only when they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        ours, sdk = version('cluster-subscribe'), version('a2a-sdk')
+        print(f'cluster-subscribe {ours} (a2a-sdk {sdk})')
+        parser.exit()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog='cluster-subscribe',
+        description='SubscribeToTask that tells the truth on every replica of an A2A server.',
+        epilog='Exit status: 0 right, 1 the wrapped run breaks the contract, 2 not usable so.',
+    )
+    parser.add_argument('--version', action=_Version, nargs=0, help='show the versions and exit')
+    subparsers = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
+    for command in COMMANDS.values():
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        argv: Its words, without the program's name; those of this process by default.
+
+    Returns:
+        The exit status: 0 right, 1 the wrapped run breaks the contract, 2 bad usage, an
+        unreachable database or a missing package, 130 after Ctrl-C.
+    """
+    try:
+        args = _parser().parse_args(argv)
+        status: int = COMMANDS[args.command].run(args)
+    except Failure as failure:
+        print(f'cluster-subscribe: {failure}', file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        return SIGNALLED + signal.SIGINT
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else UNUSABLE
+    return status
