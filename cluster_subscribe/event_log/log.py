@@ -20,6 +20,7 @@ from sqlalchemy import (
     CompoundSelect,
     Connection,
     Index,
+    Integer,
     Select,
     String,
     Table,
@@ -247,7 +248,7 @@ class EventLog:
                 ),
             )
             .order_by(c.task_version, c.seq)
-            .limit(bindparam('limit'))
+            .limit(bindparam('limit', type_=Integer))
         )
 
 

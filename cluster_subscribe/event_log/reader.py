@@ -66,9 +66,9 @@ class Reader:
 
     def join(self, subscriber: Subscriber) -> None:
         """Begins to feed a stream."""
+        self._start()
         self._watched.setdefault(subscriber.task_id, set()).add(subscriber)
         self.open += 1
-        self._start()
         # What was committed between its snapshot and now.
         self.more(subscriber.task_id)
 

@@ -62,6 +62,11 @@ class Gates:
         async with self._commit:
             await self._commit.wait_for(lambda: any(one is event for one in self._commits))
 
+    async def commits(self, count: int) -> None:
+        """Waits until so many events have been committed in all."""
+        async with self._commit:
+            await self._commit.wait_for(lambda: len(self._commits) >= count)
+
     async def note_commit(self, event: Event) -> None:
         """Tells that the store has committed the event."""
         async with self._commit:

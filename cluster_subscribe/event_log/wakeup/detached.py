@@ -2,21 +2,23 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 
 @asynccontextmanager
-async def detached(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+async def detached(engine: AsyncEngine) -> AsyncIterator[tuple[AsyncConnection, Any]]:
     """Opens a connection with all that the engine knows (TLS, passwords, `connect_args`).
 
     It is taken out of the pool, so that nobody who writes through the pool ever waits
-    for it, and closed at the end.
+    for it, and closed at the end. Given with the driver's own connection beneath it.
     """
     connection = await engine.connect()
     try:
         connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
+        beneath = (await connection.get_raw_connection()).driver_connection
         await connection.run_sync(lambda sync: sync.detach())
-        yield connection
+        yield connection, beneath
     finally:
         await connection.close()

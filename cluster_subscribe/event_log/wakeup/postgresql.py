@@ -56,8 +56,7 @@ class PostgresqlWakeup:
         """Listens and notifies until stopped, or unused for a while."""
         while not self._stopped:
             try:
-                async with detached(self._engine) as connection:
-                    raw: Any = (await connection.get_raw_connection()).driver_connection
+                async with detached(self._engine) as (_, raw):
                     if await self._converse(raw, wake, wanted):
                         return
             except Exception as error:  # noqa: BLE001 - whatever it is, the timer serves meanwhile

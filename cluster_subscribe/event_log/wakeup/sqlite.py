@@ -37,7 +37,7 @@ class SqliteWakeup:
         self, wake: Callable[[Iterable[str] | None, str], None], wanted: Callable[[], bool]
     ) -> None:
         """Wakes at every commit of another connection, while somebody wants it."""
-        async with detached(self._engine) as connection:
+        async with detached(self._engine) as (connection, _):
             seen: int | None = None
             unchanged = 0
             while wanted() and not self._stopped:

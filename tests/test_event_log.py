@@ -1,0 +1,741 @@
+"""The shared tail: exact under joins, holes, second lives, slow readers and broken wires."""
+
+import asyncio
+import logging
+import random
+import re
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from a2a.server.cluster import (
+    DatabaseTaskEventStream,
+    TaskVersion,
+    VersionedDatabaseTaskStore,
+    VersionedEvent,
+)
+from a2a.server.events import Event
+from a2a.types import (
+    Artifact,
+    Part,
+    Task,
+    TaskArtifactUpdateEvent,
+    TaskState,
+    TaskStatus,
+)
+from a2a.utils.errors import TaskNotFoundError
+from sqlalchemy import event as sqlalchemy_event
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from cluster_subscribe import (
+    ClusterSubscribeHandler,
+    EventStreamEndedError,
+    Settings,
+    SharedTailEventStream,
+    wrap,
+)
+from cluster_subscribe.cli.lab import Cluster, Decorate, label
+from cluster_subscribe.cli.lab.cluster import caller, cluster
+from cluster_subscribe.event_log import log as event_log
+from cluster_subscribe.event_log.log import Cursor, EventLog, Page
+from cluster_subscribe.event_log.subscriber import Subscriber
+from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
+from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
+
+BACKSTOP = 20
+FAST = {'poll_interval': 0.1, 'reconcile_interval': 0.4}
+
+
+def wrapping(**settings: Any) -> Decorate:
+    return lambda handler: wrap(handler, settings=Settings(**settings))
+
+
+class Writer:
+    """Writes tasks and their log as the SDK's store does, without an agent."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = create_async_engine(url)
+        self.store = VersionedDatabaseTaskStore(self.engine)
+
+    async def begin(self, task_id: str = 'task', user: str = 'user') -> TaskVersion:
+        task = Task(
+            id=task_id, context_id='c', status=TaskStatus(state=TaskState.TASK_STATE_WORKING)
+        )
+        return await self.store.save(
+            task, event=task, prev_version=TaskVersion.MISSING, context=caller(user)
+        )
+
+    async def say(
+        self, *texts: str, task_id: str = 'task', user: str = 'user', logged: bool = True
+    ) -> TaskVersion:
+        version = TaskVersion.MISSING
+        for said in texts:
+            stored = await self.store.get(task_id, caller(user))
+            assert stored is not None
+            event = TaskArtifactUpdateEvent(
+                task_id=task_id,
+                context_id='c',
+                artifact=Artifact(artifact_id=said, parts=[Part(text=said)]),
+            )
+            version = await self.store.save(
+                stored.task,
+                event=event if logged else None,
+                prev_version=stored.version,
+                context=caller(user),
+            )
+        return version
+
+    async def execute(self, statement: str, **values: object) -> None:
+        async with self.engine.begin() as connection:
+            await connection.execute(text(statement), values)
+
+
+@pytest.fixture
+async def writer(database_url: str) -> AsyncIterator[Writer]:
+    made = Writer(database_url)
+    await made.store.initialize()
+    yield made
+    await made.engine.dispose()
+
+
+@pytest.fixture
+async def tail(writer: Writer) -> AsyncIterator[SharedTailEventStream]:
+    engine = create_async_engine(writer.engine.url)
+    made = SharedTailEventStream(engine, settings=Settings(poll_interval=0.05))
+    yield made
+    await made.aclose()
+    await engine.dispose()
+
+
+async def take(subscriber: Subscriber, count: int = 1) -> list[str]:
+    taken = []
+    for _ in range(count):
+        versioned = await asyncio.wait_for(subscriber.next(), BACKSTOP)
+        taken.append('look' if versioned is None else label(versioned.event))
+    return taken
+
+
+async def eventually(happened: Callable[[], object]) -> None:
+    for _ in range(BACKSTOP * 100):
+        if happened():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError('It never happened')
+
+
+# Exactly once, in order.
+
+
+async def test_random_joins_are_exact_at_every_replica(
+    database_url: str, wrapped: Decorate, request: pytest.FixtureRequest
+) -> None:
+    """A stream that joins in the middle of a round gets that round's rows too."""
+    events, joins = 100, 1000 if 'postgresql' in request.node.name else 150
+    async with cluster(database_url, decorate=wrapped) as lab:
+        script = ' '.join(f'chunk={number}' for number in range(events))
+        task = await lab.a.start(f'wait=1 {script} wait=2 done').task()
+        gates, chance = lab.gates, random.Random(7)
+
+        async def join(replica: Any, after: int) -> list[int]:
+            await gates.commits(after)
+            watch = replica.subscribe(task)
+            await watch.until(lambda w: w.ending, BACKSTOP)
+            assert watch.timeline[-2:] == ('COMPLETED', 'closed'), watch.timeline
+            return [int(part.text) for event in watch.events for part in parts(event)]
+
+        joining = [
+            asyncio.ensure_future(join(chance.choice(lab.replicas), chance.randrange(1, events)))
+            for _ in range(joins)
+        ]
+        gates.open('1')
+        await gates.reached('2')
+        await eventually(
+            lambda: sum(r.handler.statistics().open_subscriptions for r in lab.replicas) == joins
+        )
+        gates.open('2')
+        for numbers in await asyncio.gather(*joining):
+            assert numbers == list(range(events))
+
+
+def parts(event: Event) -> list[Part]:
+    if isinstance(event, Task):
+        return [part for artifact in event.artifacts for part in artifact.parts]
+    return list(event.artifact.parts) if isinstance(event, TaskArtifactUpdateEvent) else []
+
+
+async def test_a_subscriber_gets_what_follows_its_version(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    version = await writer.say('a', 'b')
+    subscriber = tail.open('task', version, 'user')
+    await writer.say('c', 'd')
+    assert await take(subscriber, 2) == ['art c', 'art d']
+    subscriber.close()
+    assert tail.statistics().open_subscriptions == tail.statistics().watched_tasks == 0
+
+
+async def test_an_event_is_decoded_once_and_never_shared(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    one, other = (tail.open('task', version, 'user') for _ in range(2))
+    await writer.say('a')
+    first = await asyncio.wait_for(one.next(), BACKSTOP)
+    second = await asyncio.wait_for(other.next(), BACKSTOP)
+    assert first is not None
+    assert second is not None
+    assert first.event == second.event
+    first.event.artifact.artifact_id = 'changed'  # type: ignore[union-attr]
+    assert label(second.event) == 'art a'
+    for subscriber in (one, other):
+        subscriber.close()
+
+
+async def test_the_cursor_is_version_then_seq(writer: Writer, tail: SharedTailEventStream) -> None:
+    """A sequence that hands out numbers in blocks allocates out of commit order."""
+    version = await writer.begin()
+    await writer.say('a', 'b')
+    await writer.execute('UPDATE task_events SET seq = seq + 1000 WHERE task_version = 2')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber, 2) == ['art a', 'art b']
+    subscriber.close()
+
+
+async def test_a_slow_reader_costs_a_bounded_buffer_and_misses_nothing(
+    writer: Writer, database_url: str
+) -> None:
+    engine = create_async_engine(database_url)
+    settings = Settings(poll_interval=0.05, max_buffered_events=4)
+    tail = SharedTailEventStream(engine, settings=settings)
+    version = await writer.begin()
+    slow, quick = (tail.open('task', version, 'user') for _ in range(2))
+    for number in range(30):
+        await writer.say(str(number))
+        assert await take(quick) == [f'art {number}']
+        assert len(slow._buffer) <= 4
+    assert await take(slow, 30) == [f'art {number}' for number in range(30)]
+    slow.close()
+    quick.close()
+    await tail.aclose()
+    await engine.dispose()
+
+
+async def test_more_tasks_than_one_statement_asks_for(
+    writer: Writer, tail: SharedTailEventStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, 'PAGES_PER_STATEMENT', 3)
+    monkeypatch.setattr(event_log, 'TASKS_PER_STATEMENT', 4)
+    names = [f'task-{number}' for number in range(11)]
+    subscribers = [tail.open(name, await writer.begin(name), 'user') for name in names]
+    for name in names:
+        await writer.say(name, task_id=name)
+    for name, subscriber in zip(names, subscribers, strict=True):
+        assert await take(subscriber) == [f'art {name}']
+        subscriber.close()
+
+
+# Holes, deletions, second lives, owners.
+
+
+async def test_a_write_that_was_not_logged_makes_the_stream_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    subscriber = tail.open('task', version, 'user')
+    version = await writer.say('a', logged=False)
+    assert await take(subscriber) == ['look']
+    subscriber.restart(version)
+    await writer.say('b')
+    assert await take(subscriber) == ['art b']
+    subscriber.close()
+
+
+async def test_rows_behind_a_hole_wait_for_the_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    await writer.say('a')
+    await writer.say('b', logged=False)
+    await writer.say('c')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber, 2) == ['art a', 'look']
+    subscriber.close()
+
+
+async def test_a_log_pruned_behind_a_reader_makes_it_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    await writer.say('a', 'b', 'c')
+    await writer.execute('DELETE FROM task_events WHERE task_version < 4')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber) == ['look']
+    subscriber.close()
+
+
+@pytest.mark.parametrize('data', [b'\xff\xff no protobuf', b''], ids=['garbage', 'empty'])
+async def test_a_row_that_is_no_event_makes_its_own_stream_look_and_no_other(
+    data: bytes, writer: Writer, tail: SharedTailEventStream, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt, sound = await writer.begin('spoilt'), await writer.begin('sound')
+    await writer.say('a', task_id='spoilt')
+    await writer.execute(
+        "UPDATE task_events SET event_data = :data WHERE task_id = 'spoilt' AND task_version = 2",
+        data=data,
+    )
+    one, other = tail.open('spoilt', spoilt, 'user'), tail.open('sound', sound, 'user')
+    assert await take(one) == ['look']
+    await writer.say('b', task_id='sound')
+    assert await take(other) == ['art b']
+    assert 'a row that is no event' in caplog.text
+    one.close()
+    other.close()
+
+
+async def test_a_deleted_task_makes_the_stream_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    subscriber = tail.open('task', await writer.say('a'), 'user')
+    await writer.store.delete('task', caller())
+    assert await take(subscriber) == ['look']
+    subscriber.close()
+
+
+async def test_a_second_life_is_seen_from_the_first(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    subscriber = tail.open('task', await writer.say('a', 'b', 'c'), 'user')
+    await writer.store.delete('task', caller())
+    await writer.begin()
+    assert await take(subscriber) == ['look']
+    subscriber.close()
+
+
+async def test_rows_of_an_earlier_life_are_never_delivered(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    await writer.say('old 2', 'old 3', 'old 4')
+    await writer.store.delete('task', caller())
+    subscriber = tail.open('task', await writer.begin(), 'user')
+    await eventually(lambda: subscriber.floor)
+    for number in range(2, 7):
+        await writer.say(f'new {number}')
+        assert await take(subscriber) == [f'art new {number}']
+    subscriber.close()
+
+
+async def test_rows_of_another_owner_are_never_delivered(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin(user='one')
+    await writer.say('secret', user='one')
+    await writer.store.delete('task', caller('one'))
+    version = await writer.begin(user='Other')
+    thief = tail.open('task', version, 'other')
+    owner = tail.open('task', version, 'Other')
+    await writer.say('mine', user='Other')
+    assert await take(owner) == ['art mine']
+    assert await take(thief) == ['look']
+    owner.close()
+    thief.close()
+
+
+# Without the decorator: a drop-in for the SDK's own event stream.
+
+
+async def test_it_serves_the_sdk_as_an_event_stream(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    events = tail.subscribe('task', after=version)
+    reading = asyncio.ensure_future(anext(events))
+    await writer.say('a')
+    await writer.say('b', logged=False)
+    await writer.say('c')
+    assert label((await asyncio.wait_for(reading, BACKSTOP)).event) == 'art a'
+    assert label((await asyncio.wait_for(anext(events), BACKSTOP)).event) == 'art c'
+    await writer.store.delete('task', caller())
+    with pytest.raises(TaskNotFoundError):
+        await asyncio.wait_for(anext(events), BACKSTOP)
+    await events.aclose()
+
+
+async def test_publish_never_waits_and_never_raises(tail: SharedTailEventStream) -> None:
+    publishing = tail.publish(
+        'no such task', VersionedEvent(event=Task(id='x'), version=TaskVersion.MISSING)
+    )
+    with pytest.raises(StopIteration):
+        publishing.send(None)
+    await tail.aclose()
+    await tail.publish('x', VersionedEvent(event=Task(id='x'), version=TaskVersion.MISSING))
+
+
+async def test_closing_ends_every_stream_with_an_error(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    subscriber = tail.open('task', await writer.begin(), 'user')
+    reading = asyncio.ensure_future(subscriber.next())
+    await asyncio.sleep(0)
+    await tail.aclose()
+    with pytest.raises(EventStreamEndedError):
+        await reading
+    with pytest.raises(EventStreamEndedError):
+        tail.open('task', TaskVersion(1), 'user')
+    assert tail.statistics().open_subscriptions == 0
+
+
+# What the database is asked.
+
+
+async def count(engine: AsyncEngine, during: Callable[[], Any]) -> Counter[str]:
+    asked: Counter[str] = Counter()
+
+    def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
+        asked[statement.split()[0]] += 1
+
+    sqlalchemy_event.listen(engine.sync_engine, 'before_cursor_execute', note)
+    await during()
+    sqlalchemy_event.remove(engine.sync_engine, 'before_cursor_execute', note)
+    return asked
+
+
+async def test_statements_do_not_grow_with_subscribers_or_tasks(database_url: str) -> None:
+    """F17: the stock stream asks twice a second for each subscriber."""
+    asked: dict[tuple[str, int], int] = {}
+    for name, decorate in (('stock', lambda handler: handler), ('ours', wrapping())):
+        for subscribers in (1, 40):
+            async with cluster(database_url, decorate=decorate, poll_interval=0.5) as lab:
+                tasks = [await lab.a.turn('ask') for _ in range(4)]
+                for number in range(subscribers):
+                    await lab.c.watch(tasks[number % len(tasks)])
+                window = await count(lab.c.engine, lambda: asyncio.sleep(1))
+                asked[name, subscribers] = window['SELECT']
+    assert asked['stock', 40] > 40
+    assert asked['ours', 40] <= asked['ours', 1] + 2
+    assert asked['ours', 40] <= 4
+
+
+async def test_no_subscriber_no_statement(database_url: str, wrapped: Decorate) -> None:
+    async with cluster(database_url, decorate=wrapped) as lab:
+        task = await lab.a.turn('ask')
+        watch = await lab.c.watch(task)
+        watch.reader.cancel()
+        await asyncio.wait([watch.reader])
+        await asyncio.sleep(0.2)
+        assert not await count(lab.c.engine, lambda: asyncio.sleep(1.2))
+
+
+PLANS = {
+    'sqlite': ('EXPLAIN QUERY PLAN ', r'USING INDEX ix_task_events_cursor', r'SCAN task_events'),
+    'postgresql': ('EXPLAIN ', r'ix_task_events_cursor', r'Seq Scan on task_events'),
+    'mysql': ('EXPLAIN FORMAT=JSON ', r'"key": "ix_task_events_cursor"', r'"task_events",\s+"access_type": "ALL"'),
+}
+
+
+async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
+    engine = create_async_engine(database_url)
+    log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
+    async with engine.begin() as connection:
+        for name in ('task_events', 'task_versions'):
+            await connection.execute(text(f'DROP TABLE IF EXISTS {name}'))
+    await log.prepare()
+    async with engine.begin() as connection:
+        for task in ('long', 'other'):
+            rows = [
+                {'task': task, 'version': number, 'data': b'x' * 50} for number in range(1, 3001)
+            ]
+            await connection.execute(
+                text(
+                    'INSERT INTO task_events (task_id, owner, task_version, event_data) '
+                    "VALUES (:task, 'user', :version, :data)"
+                ),
+                rows,
+            )
+            await connection.execute(
+                text(
+                    "INSERT INTO task_versions (task_id, owner, version) VALUES (:t, 'user', 3000)"
+                ),
+                {'t': task},
+            )
+    name = engine.dialect.name
+    explain, index, scan = PLANS[name]
+    async with engine.connect() as connection:
+        await connection.execute(
+            text('ANALYZE TABLE task_events' if name == 'mysql' else 'ANALYZE')
+        )
+        for pages in (1, 2):
+            values: dict[str, object] = {'limit': 256}
+            for number in range(pages):
+                values |= {f'task_{number}': 'long', f'version_{number}': 2990}
+                values |= {f'seq_{number}': 2990, f'floor_{number}': 0}
+            sql = (
+                log._pages(pages)
+                .params(values)
+                .compile(dialect=engine.dialect, compile_kwargs={'literal_binds': True})
+            )
+            plan = '\n'.join(
+                ' '.join(map(str, row))
+                for row in await connection.exec_driver_sql(explain + str(sql).replace('%%', '%'))
+            )
+            assert len(re.findall(index, plan)) == pages, plan
+            assert not re.search(scan, plan), plan
+    await engine.dispose()
+
+
+async def test_the_index_comes_with_the_table(database_url: str) -> None:
+    engine = create_async_engine(database_url)
+    async with engine.begin() as connection:
+        for name in ('task_events', 'task_versions', 'tasks'):
+            await connection.execute(text(f'DROP TABLE IF EXISTS {name}'))
+    SharedTailEventStream(engine)
+    store = VersionedDatabaseTaskStore(engine)
+    await store.initialize()
+    log = EventLog(engine, 'task_events', 'task_versions', create_table=False)
+    async with engine.connect() as connection:
+        assert await connection.run_sync(log._indexed)
+    await engine.dispose()
+
+
+async def test_a_missing_index_is_named_once_and_not_built(
+    database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = create_async_engine(database_url)
+    log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
+    await log.prepare()
+    async with engine.begin() as connection:
+        on = ' ON task_events' if engine.dialect.name == 'mysql' else ''
+        await connection.execute(text(f'DROP INDEX ix_task_events_cursor{on}'))
+    log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
+    await log.prepare()
+    await log.prepare()
+    (record,) = caplog.records
+    statement = record.getMessage().split(': ', 1)[1]
+    async with engine.connect() as connection:
+        autocommit = await connection.execution_options(isolation_level='AUTOCOMMIT')
+        assert await autocommit.run_sync(log._indexed) is False
+        await autocommit.execute(text(statement))
+        assert await autocommit.run_sync(log._indexed)
+    await engine.dispose()
+
+
+@pytest.mark.filterwarnings('ignore:This declarative base already contains a class')
+async def test_custom_table_names_are_honoured(sqlite_url: str) -> None:
+    engine = create_async_engine(sqlite_url)
+    store = VersionedDatabaseTaskStore(
+        engine, event_table_name='my_events', version_table_name='my_versions'
+    )
+    await store.initialize()
+    tail = SharedTailEventStream(
+        engine, table_name='my_events', version_table_name='my_versions', settings=Settings()
+    )
+    task = Task(id='t', context_id='c', status=TaskStatus(state=TaskState.TASK_STATE_WORKING))
+    version = await store.save(task, event=task, prev_version=TaskVersion.MISSING, context=caller())
+    subscriber = tail.open('t', version, 'user')
+    await store.save(task, event=task, prev_version=version, context=caller())
+    assert await take(subscriber) == ['Task(WORKING)']
+    subscriber.close()
+    await tail.aclose()
+    await engine.dispose()
+
+
+# Broken wires.
+
+
+async def test_the_stream_survives_its_connections(
+    database_url: str, request: pytest.FixtureRequest
+) -> None:
+    """F16: every connection of the replica's pool dies under a live subscription."""
+    if 'postgresql' not in request.node.name:
+        pytest.skip('only PostgreSQL lets a test kill another connection by name')
+    for name, decorate in (('stock', lambda handler: handler), ('ours', wrapping())):
+        options = {'connect_args': {'server_settings': {'application_name': 'replica'}}}
+        async with cluster(database_url, decorate=decorate, engine_options=options) as lab:
+            task = await lab.a.turn('ask')
+            (watch,) = await lab.watch(task, [lab.c])
+            if name == 'ours':
+                await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0))
+            admin = create_async_engine(database_url)
+            async with admin.connect() as connection:
+                await connection.execute(
+                    text(
+                        'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
+                        "WHERE application_name = 'replica'"
+                    )
+                )
+            await admin.dispose()
+            if name == 'stock':
+                assert await watch.until(lambda w: w.ending, BACKSTOP)
+                assert watch.ending not in ('closed', None)
+                continue
+            for replica in lab.replicas:
+                await replica.engine.dispose()
+            await lab.b.turn('work done', task)
+            assert await watch.until(lambda w: w.ending, BACKSTOP)
+            assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
+            await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) >= 1)
+
+
+def tail_of(replica: Any) -> SharedTailEventStream:
+    stream = replica.stock._event_stream
+    assert isinstance(stream, SharedTailEventStream)
+    return stream
+
+
+async def test_an_exhausted_pool_delays_and_loses_nothing(database_url: str) -> None:
+    """F17: a pool held for longer than its timeout ends a stock stream."""
+    options = {'pool_size': 1, 'max_overflow': 0, 'pool_timeout': 0.2}
+    for name, decorate in (('stock', lambda handler: handler), ('ours', wrapping())):
+        async with cluster(database_url, decorate=decorate, engine_options=options) as lab:
+            task = await lab.a.turn('ask')
+            (watch,) = await lab.watch(task, [lab.c])
+            async with lab.c.engine.connect():
+                if name == 'stock':
+                    assert await watch.until(lambda w: w.ending, BACKSTOP)
+                    assert watch.ending == 'TimeoutError'
+                    continue
+                await lab.b.turn('work done', task)
+                await eventually(lambda: tail_of(lab.c).statistics().reconnects)
+            assert await watch.until(lambda w: w.ending, BACKSTOP)
+            assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
+
+
+async def test_a_missing_table_ends_the_streams_with_one_clear_error(
+    writer: Writer, tail: SharedTailEventStream, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = await writer.begin()
+    one, other = (tail.open('task', version, 'user') for _ in range(2))
+    await writer.say('a')
+    assert await take(one) == ['art a']
+    await writer.execute('DROP TABLE task_versions')
+    assert await take(other) == ['art a']
+    for subscriber in (one, other):
+        with pytest.raises(EventStreamEndedError, match='cannot be read'):
+            await take(subscriber)
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
+
+
+# Wakeups are hints.
+
+
+@pytest.mark.parametrize('muted', ['timer only', 'publish', 'others', 'everything'])
+async def test_a_muted_wakeup_costs_only_latency(
+    muted: str, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = dict(FAST)
+    if muted == 'timer only':
+        settings['wakeup'] = 'poll'  # type: ignore[assignment]
+    if muted in ('publish', 'everything'):
+
+        async def deaf(*_: object) -> None: ...
+
+        monkeypatch.setattr(SharedTailEventStream, 'publish', deaf)
+        monkeypatch.setattr(SharedTailEventStream, 'wake', lambda *_: None)
+    if muted in ('others', 'everything'):
+
+        async def broken(*_: object) -> None:
+            raise OSError('no wakeups today')
+
+        monkeypatch.setattr(postgresql_wakeup.PostgresqlWakeup, 'run', broken)
+        monkeypatch.setattr(sqlite_wakeup.SqliteWakeup, 'run', broken)
+    async with cluster(database_url, decorate=wrapping(**settings)) as lab:
+        task = await lab.a.turn('ask')
+        watches = await lab.watch(task)
+        await lab.b.turn('work art=x done', task)
+        for watch in watches:
+            assert await watch.until(lambda w: w.ending, BACKSTOP)
+            assert watch.timeline == (
+                *('Task(INPUT_REQUIRED)', 'WORKING', 'art x', 'COMPLETED'),
+                'closed',
+            )
+
+
+@pytest.fixture
+async def on_postgresql(postgres_template: Any, request: pytest.FixtureRequest) -> str:
+    return postgres_template.render_as_string(hide_password=False)
+
+
+async def test_a_lost_listen_connection_is_rebuilt(on_postgresql: str) -> None:
+    async with cluster(on_postgresql, decorate=wrapping(poll_interval=30)) as lab:
+        task = await lab.a.turn('ask')
+        (watch,) = await lab.watch(task, [lab.c])
+        await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 1)
+        async with lab.b.engine.connect() as connection:
+            await connection.execute(
+                text(
+                    'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
+                    "WHERE query LIKE '%pg_notify%' AND pid <> pg_backend_pid()"
+                )
+            )
+        await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 2)
+        await lab.b.turn('work done', task)
+        assert await watch.until(lambda w: w.ending, BACKSTOP)
+        assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
+        assert tail_of(lab.c).statistics().wakeups.get('notify')
+
+
+async def test_a_channel_that_carries_nothing_is_given_up_with_one_warning(
+    on_postgresql: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def swallow(*_: object) -> None: ...
+
+    monkeypatch.setattr(postgresql_wakeup, '_TRIAL', 0.1)
+    monkeypatch.setattr(postgresql_wakeup.PostgresqlWakeup, '_send', swallow)
+    async with cluster(on_postgresql, decorate=wrapping(**FAST)) as lab:
+        task = await lab.a.turn('ask')
+        (watch,) = await lab.watch(task, [lab.c])
+        await eventually(lambda: 'did not come back' in caplog.text)
+        await lab.b.turn('work done', task)
+        assert await watch.until(lambda w: w.ending, BACKSTOP)
+        assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
+
+
+def test_notifications_are_joined_below_the_limit() -> None:
+    ids = [f'{number:036}' for number in range(1000)] + ['x' * 9000]
+    payloads = list(postgresql_wakeup._payloads(ids))
+    assert all(len(payload.encode()) < 8000 for payload in payloads)
+    assert '\n'.join(payloads).split('\n') == ids[:-1]
+    assert len(payloads) == 5
+
+
+async def test_the_reader_holds_no_connection_between_its_reads(
+    database_url: str, wrapped: Decorate
+) -> None:
+    async with cluster(database_url, decorate=wrapped) as lab:
+        task = await lab.a.turn('ask')
+        for _ in range(5):
+            await lab.c.watch(task)
+        pool: Any = lab.c.engine.pool
+        most = 0
+
+        def note(*_: object) -> None:
+            nonlocal most
+            most = max(most, pool.checkedout())
+
+        sqlalchemy_event.listen(lab.c.engine.sync_engine, 'before_cursor_execute', note)
+        await lab.b.turn('work done', task)
+        await eventually(
+            lambda: (
+                isinstance(lab.c.handler, ClusterSubscribeHandler)
+                and not lab.c.handler.statistics().open_subscriptions
+            )
+        )
+        assert most <= 1
+        await eventually(lambda: not pool.checkedout())
+
+
+def test_a_cursor_behind_a_version_skips_all_its_rows() -> None:
+    assert Cursor.behind(3) > Cursor(3, 10**15)
+    assert Cursor.behind(3) < Cursor(4, 1)
+    assert Page('t', Cursor.behind(0), 0).after.version == 0
+
+
+def test_the_cluster_under_test_uses_the_stock_event_stream() -> None:
+    assert Cluster('sqlite+aiosqlite://').a.stock._event_stream.__class__ is DatabaseTaskEventStream
