@@ -49,9 +49,13 @@ class Background:
         task.add_done_callback(self._forget)
         return task
 
+    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Starts `work` that ends by itself."""
+        return self.spawn(work, name, stop=lambda: None)
+
     async def run(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """Awaits `work` in a task of its own, which a cancelled caller leaves to finish."""
-        return await asyncio.shield(self.spawn(work, name, stop=lambda: None))
+        return await asyncio.shield(self.start(work, name))
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
@@ -69,3 +73,18 @@ class Background:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+
+async def within(event: asyncio.Event, seconds: float) -> bool:
+    """Waits until an event is set; `False` if it was not within `seconds`.
+
+    `asyncio.wait_for` may swallow a cancellation on the older Pythons.
+    """
+    if event.is_set() or seconds <= 0:
+        return event.is_set()
+    waiting = asyncio.get_running_loop().create_task(event.wait())
+    try:
+        await asyncio.wait({waiting}, timeout=seconds)
+        return event.is_set()
+    finally:
+        waiting.cancel()

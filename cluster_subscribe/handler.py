@@ -1,10 +1,11 @@
 """The decorator around a `DefaultRequestHandler`, and `wrap()`."""
 
+import asyncio
 import logging
 
 from abc import update_abstractmethods
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,10 +31,11 @@ from a2a.types import (
 from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background
+from cluster_subscribe.background import Background, within
 from cluster_subscribe.event_log import SharedTailEventStream
-from cluster_subscribe.local_task import Verdict, judge
-from cluster_subscribe.settings import Mode, Settings
+from cluster_subscribe.local_task import Verdict, evict, judge
+from cluster_subscribe.sdk import LocalTask
+from cluster_subscribe.settings import Evict, Mode, Settings
 from cluster_subscribe.subscription import (
     TERMINAL_STATES,
     Feed,
@@ -112,7 +114,12 @@ def wrap(
         and (tables := sdk.shareable(task_store, event_stream))
     ):
         event_stream = owned = SharedTailEventStream(
-            tables.engine, tables.create, tables.events, tables.versions, settings=settings
+            tables.engine,
+            tables.create,
+            tables.events,
+            tables.versions,
+            task_table_name=tables.tasks,
+            settings=settings,
         )
         sdk.replace_event_stream(handler, owned)
     return ClusterSubscribeHandler(
@@ -187,6 +194,7 @@ class ClusterSubscribeHandler(_Base):
         self.__in_transit: Counter[str] = Counter()
         self.__background = Background()
         self.__telemetry = Telemetry()
+        self.__sweeping: asyncio.Task[None] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_OWN):
@@ -218,32 +226,38 @@ class ClusterSubscribeHandler(_Base):
     async def on_cancel_task(
         self, params: CancelTaskRequest, context: ServerCallContext
     ) -> Task | None:
-        """Delegates, then wakes the streams: the SDK may log CANCELED without a publish (F11)."""
-        try:
-            return await self.__wrapped.on_cancel_task(params, context)
-        finally:
-            if isinstance(self.__stream, SharedTailEventStream):
-                self.__stream.wake(params.id, 'cancel')
+        """Delegates, after a stale copy of the task is gone (F9); then wakes the streams.
+
+        The SDK may log CANCELED without a publish (F11).
+        """
+        if self.__settings.mode is not Mode.OBSERVE:
+            await self.__drop_stale_copy(params.id, context)
+        with self.__transit(params.id):
+            try:
+                return await self.__wrapped.on_cancel_task(params, context)
+            finally:
+                if isinstance(self.__stream, SharedTailEventStream):
+                    self.__stream.wake(params.id, 'cancel')
 
     async def on_message_send(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> Message | Task:
         """Delegates; the message is in transit meanwhile."""
-        with self.__transit(params):
+        with self.__transit(params.message.task_id):
             return await self.__wrapped.on_message_send(params, context)
 
     async def on_message_send_stream(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
         """Delegates; the message is in transit while its stream is open."""
-        with self.__transit(params):
+        with self.__transit(params.message.task_id):
             async with aclosing(self.__wrapped.on_message_send_stream(params, context)) as events:
                 async for event in events:
                     yield event
 
     @contextmanager
-    def __transit(self, params: SendMessageRequest) -> Iterator[None]:
-        task_id = params.message.task_id
+    def __transit(self, task_id: str) -> Iterator[None]:
+        self.__start_sweeping()
         self.__in_transit[task_id] += 1
         try:
             yield
@@ -281,7 +295,7 @@ class ClusterSubscribeHandler(_Base):
         if self.__settings.mode is Mode.OBSERVE:
             try:
                 if (stored := await read()) and stored.task.status.state not in TERMINAL_STATES:
-                    await self.__check(stored)
+                    self.__check(stored)
             except Exception:
                 logger.warning('Task %s could not be observed', task_id, exc_info=True)
             return self.__wrapped.on_subscribe_to_task(params, context)
@@ -293,16 +307,16 @@ class ClusterSubscribeHandler(_Base):
             raise UnsupportedOperationError(
                 f'Task {task_id} is in terminal state: {TaskState.Name(stored.task.status.state)}'
             )
-        verdict = await self.__check(stored)
+        verdict = self.__check(stored)
         if self.__settings.mode is Mode.STALE and verdict is Verdict.LIVE:
-            return self.__wrapped.on_subscribe_to_task(params, context)
+            return self.__delegate(params, context)
         if verdict is not Verdict.ABSENT:
             self.__telemetry.redirected(task_id, verdict)
 
-        def open_feed(version: TaskVersion) -> Feed:
+        def open_feed(version: TaskVersion, state: TaskState) -> Feed:
             if isinstance(self.__stream, SharedTailEventStream):
                 owner = sdk.owner(self.__store, context)
-                return self.__stream.open(stored_id, version, owner)
+                return self.__stream.open(stored_id, version, owner, state=state)
             return StreamFeed(
                 self.__stream,
                 stored_id,
@@ -314,15 +328,100 @@ class ClusterSubscribeHandler(_Base):
         stored_id = stored.task.id
         return self.__serve(stored, Source(open_feed, read))
 
-    async def __check(self, stored: StoredTask) -> Verdict:
+    async def __delegate(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        with self.__transit(params.id):
+            async with aclosing(self.__wrapped.on_subscribe_to_task(params, context)) as events:
+                async for event in events:
+                    yield event
+
+    def __check(self, stored: StoredTask) -> Verdict:
         task_id = stored.task.id
-        verdict = judge(
-            await sdk.local_task(self.__wrapped, task_id),
-            stored.version,
-            in_transit=task_id in self.__in_transit,
-        )
+        local = sdk.local_task(self.__wrapped, task_id)
+        verdict = judge(local, stored.version, in_transit=task_id in self.__in_transit)
         self.__telemetry.checked(task_id, verdict)
+        if local is not None:
+            self.__evict(local, stored.version)
         return verdict
+
+    def __evict(self, local: LocalTask, stored: TaskVersion | None) -> bool:
+        if (
+            self.__settings.mode is Mode.OBSERVE
+            or self.__settings.evict is Evict.OFF
+            or self.__background.closed
+            or local.active.task_id in self.__in_transit
+            or not evict(self.__wrapped, local, stored)
+        ):
+            return False
+        self.__telemetry.evicted(local.active.task_id)
+        _ = self.__background.start(local.active.aclose(), f'evict {local.active.task_id}')
+        return True
+
+    async def __drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
+        try:
+            stored = await self.__background.run(self.__read(task_id, context), f'read {task_id}')
+        except Exception:
+            logger.debug('Task %s could not be read before its cancel', task_id, exc_info=True)
+            return
+        if stored is None or (local := sdk.local_task(self.__wrapped, stored.task.id)) is None:
+            return
+        in_transit = task_id in self.__in_transit
+        if judge(
+            local, stored.version, in_transit=in_transit
+        ) is Verdict.STALE and not self.__evict(local, stored.version):
+            sdk.forget_copy(local.active)
+
+    def __start_sweeping(self) -> None:
+        if (
+            self.__sweeping is None
+            and self.__settings.evict is Evict.SUPERSEDED
+            and self.__settings.mode is not Mode.OBSERVE
+            and not self.__background.closed
+        ):
+            stop = asyncio.Event()
+            self.__sweeping = self.__background.spawn(self.__sweep(stop), 'sweep', stop=stop.set)
+
+    async def __sweep(self, stop: asyncio.Event) -> None:
+        while not await within(stop, self.__settings.sweep_interval):
+            try:
+                await self.sweep()
+            except Exception:
+                logger.warning('Superseded tasks could not be swept; trying again', exc_info=True)
+
+    async def sweep(self) -> int:
+        """Closes the superseded and finished `ActiveTask`s of this replica.
+
+        Runs by itself every `sweep_interval` seconds; the stored versions of all that
+        are at rest come from one read.
+
+        Returns:
+            How many were closed.
+        """
+        resting = [local for local in sdk.local_tasks(self.__wrapped) if local.at_rest]
+        idle = [local for local in resting if not local.finished and not local.version.is_missing]
+        stored = await self.__stored_versions(idle)
+        closed = 0
+        for task_id in {local.active.task_id for local in resting}:
+            # Looked at again: it may have been used while the store was read.
+            local = sdk.local_task(self.__wrapped, task_id)
+            if local is not None and (local.finished or task_id in stored):
+                closed += self.__evict(local, stored.get(task_id))
+        return closed
+
+    async def __stored_versions(self, idle: Collection[LocalTask]) -> dict[str, TaskVersion | None]:
+        if isinstance(self.__stream, SharedTailEventStream):
+            found = await self.__stream.stored([local.active.task_id for local in idle])
+            return {
+                task_id: TaskVersion(found[task_id].version) if task_id in found else None
+                for task_id in (local.active.task_id for local in idle)
+            }
+        versions: dict[str, TaskVersion | None] = {}
+        for local in idle:
+            if (context := sdk.call_context(local.active)) is not None:
+                stored = await self.__store.get(local.active.task_id, context)
+                versions[local.active.task_id] = stored.version if stored else None
+        return versions
 
     async def __serve(self, snapshot: StoredTask, source: Source) -> AsyncGenerator[Event, None]:
         self.__telemetry.open_subscriptions += 1

@@ -1,9 +1,16 @@
-"""The check: the stored version against the `ActiveTask` in this replica's memory."""
+"""The check: the stored version against the `ActiveTask` in this replica's memory.
+
+An `ActiveTask` outlives its turn: only a terminal state cleans it up, and only where
+that state was reached. One that another replica has overtaken is taken out of the
+registry and closed, so that the SDK's next use of the task reads the store (F9, F15).
+"""
 
 from enum import Enum
 
 from a2a.server.cluster import TaskVersion
+from a2a.server.request_handlers import RequestHandler
 
+from cluster_subscribe import sdk
 from cluster_subscribe.sdk import LocalTask
 
 
@@ -35,6 +42,31 @@ def judge(local: LocalTask | None, stored: TaskVersion, *, in_transit: bool) -> 
         return Verdict.ABSENT
     if local.in_flight or in_transit:
         return Verdict.LIVE
-    if not local.version.is_missing and stored.is_after(local.version):
-        return Verdict.STALE
-    return Verdict.IDLE
+    return Verdict.STALE if superseded(local, stored) else Verdict.IDLE
+
+
+def superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
+    """Whether the store is past what a replica's memory holds, or has lost the task.
+
+    Args:
+        local: What this replica's memory holds.
+        stored: The version the store holds; `None` if the task is gone.
+    """
+    if local.version.is_missing:
+        return False
+    return stored is None or stored.is_after(local.version)
+
+
+def evict(handler: RequestHandler, local: LocalTask, stored: TaskVersion | None) -> bool:
+    """Takes a superseded or finished `ActiveTask` out, if nobody uses it.
+
+    The caller has made sure that no request for the task is in transit, and closes the
+    `ActiveTask` afterwards. Nothing here waits: between the look and the removal no
+    request can slip in.
+
+    Returns:
+        Whether it is out.
+    """
+    if not local.at_rest or not (local.finished or superseded(local, stored)):
+        return False
+    return sdk.take_out(handler, local.active)

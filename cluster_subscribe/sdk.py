@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
+from a2a.server.agent_execution.active_task import ActiveTask
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
     LegacyTaskStoreAdapter,
@@ -48,6 +49,7 @@ class PrivateAttribute:
 
 _HANDLER: Final = 'a2a.server.request_handlers.default_request_handler_v2.DefaultRequestHandlerV2'
 _ACTIVE_TASK: Final = 'a2a.server.agent_execution.active_task.ActiveTask'
+_TASK_MANAGER: Final = 'a2a.server.tasks.task_manager.TaskManager'
 _REGISTRY: Final = 'a2a.server.agent_execution.active_task_registry.ActiveTaskRegistry'
 _STORE: Final = 'a2a.server.cluster.database_task_store.VersionedDatabaseTaskStore'
 _STREAM: Final = 'a2a.server.cluster.database_event_stream.DatabaseTaskEventStream'
@@ -59,11 +61,16 @@ PRIVATE_ATTRIBUTES: Final = (
     PrivateAttribute(_HANDLER, '_event_stream', _TESTED, 'the event log that is followed'),
     PrivateAttribute(_HANDLER, '_agent_card', _TESTED, 'does the agent stream at all'),
     PrivateAttribute(_HANDLER, '_active_task_registry', _TESTED, 'the local ActiveTask'),
+    PrivateAttribute(_REGISTRY, '_active_tasks', _TESTED, 'the ActiveTasks of this replica'),
+    PrivateAttribute(_REGISTRY, '_lock', _TESTED, 'taking one of them out'),
     PrivateAttribute(_REGISTRY, '_event_stream', _TESTED, 'what new ActiveTasks publish to'),
     PrivateAttribute(_ACTIVE_TASK, '_task_manager', _TESTED, 'the version it last saw'),
     PrivateAttribute(_ACTIVE_TASK, '_is_finished', _TESTED, 'has it ended'),
     PrivateAttribute(_ACTIVE_TASK, '_request_lock', _TESTED, 'does it run a turn'),
     PrivateAttribute(_ACTIVE_TASK, '_request_queue', _TESTED, 'does a turn wait in it'),
+    PrivateAttribute(_ACTIVE_TASK, '_reference_count', _TESTED, 'does somebody read from it'),
+    PrivateAttribute(_ACTIVE_TASK, '_on_cleanup', _TESTED, 'its removal from the registry'),
+    PrivateAttribute(_TASK_MANAGER, '_call_context', _TESTED, 'whose task it is'),
     PrivateAttribute(_STORE, '_db', _TESTED, 'its database and its owner resolver'),
     PrivateAttribute(_STORE, '_event_model', _TESTED, 'its event table'),
     PrivateAttribute(_STORE, '_version_model', _TESTED, 'its version table'),
@@ -85,10 +92,15 @@ class ClusterParts(NamedTuple):
 class LocalTask(NamedTuple):
     """What a replica's memory holds of a task."""
 
+    active: ActiveTask
     version: TaskVersion
     """The version of its cached copy; MISSING while it has none."""
     in_flight: bool
     """Whether a turn runs in it or waits for its turn to run."""
+    finished: bool
+    """Whether it will never run one again."""
+    at_rest: bool
+    """Whether nobody uses it: no turn, none waiting or half taken up, no reader."""
 
 
 def cluster_parts(handler: RequestHandler) -> ClusterParts:
@@ -116,25 +128,73 @@ def streaming(handler: RequestHandler) -> bool | None:
     return _known(lambda: bool(handler._agent_card.capabilities.streaming))  # type: ignore[attr-defined]
 
 
-async def local_task(handler: RequestHandler, task_id: str) -> LocalTask | None:
+def local_task(handler: RequestHandler, task_id: str) -> LocalTask | None:
     """What this replica's memory holds of a task; `None` if nothing, or not known.
 
-    An `ActiveTask` that has finished is still handed out by the registry; it runs
-    nothing, so it is never in flight.
+    An `ActiveTask` that has finished may still be in the registry; it runs nothing, so
+    it is never in flight.
+    """
+    active = _known(lambda: handler._active_task_registry._active_tasks.get(task_id))  # type: ignore[attr-defined]
+    return None if active is None else _known(lambda: _look_at(active))
+
+
+def local_tasks(handler: RequestHandler) -> list[LocalTask]:
+    """What this replica's memory holds of all tasks."""
+    return (
+        _known(
+            lambda: [
+                _look_at(active)
+                for active in handler._active_task_registry._active_tasks.copy().values()  # type: ignore[attr-defined]
+            ]
+        )
+        or []
+    )
+
+
+def _look_at(active: ActiveTask) -> LocalTask:
+    finished = active._is_finished.is_set()
+    queue: Any = active._request_queue
+    # asyncio's own queue, under Python 3.13, and the SDK's stand-in for older ones.
+    unfinished = getattr(queue, '_unfinished_tasks', None)
+    if unfinished is None:
+        unfinished = queue.unfinished_tasks
+    # The consumer holds one reference; each reader holds another.
+    unused = active._reference_count <= 1
+    busy = active._request_lock.locked() or not queue.empty()
+    return LocalTask(
+        active=active,
+        version=active._task_manager.current_version,
+        in_flight=busy and not finished,
+        finished=finished,
+        at_rest=unused and (finished or not (busy or unfinished)),
+    )
+
+
+def call_context(active: ActiveTask) -> ServerCallContext | None:
+    """The context of the request that an `ActiveTask` served last."""
+    return _known(lambda: active._task_manager._call_context)
+
+
+def take_out(handler: RequestHandler, active: ActiveTask) -> bool:
+    """Takes this very instance out of the registry; `False` where that cannot be done.
+
+    It loses its cleanup with it: up to a2a-sdk 1.2.3 that removes by id, and would take
+    out a successor.
     """
     registry = _known(lambda: handler._active_task_registry)  # type: ignore[attr-defined]
-    if registry is None:
-        return None
-    active = await registry.get(task_id)
-    if active is None:
-        return None
-    return _known(
-        lambda: LocalTask(
-            version=active._task_manager.current_version,
-            in_flight=not active._is_finished.is_set()
-            and (active._request_lock.locked() or not active._request_queue.empty()),
-        )
-    )
+    if registry is None or not hasattr(active, '_on_cleanup'):
+        return False
+    with registry._lock:
+        if registry._active_tasks.get(active.task_id) is not active:
+            return False
+        del registry._active_tasks[active.task_id]
+    active._on_cleanup = None
+    return True
+
+
+def forget_copy(active: ActiveTask) -> None:
+    """Makes an `ActiveTask` read the store when it needs the task next."""
+    _known(lambda: active._task_manager.invalidate())
 
 
 def version_number(version: TaskVersion) -> int:
@@ -162,6 +222,8 @@ class Tables(NamedTuple):
     engine: AsyncEngine
     events: str
     versions: str
+    tasks: str | None
+    """`None` where the store writes its task rows in a way of its own."""
     create: bool
 
 
@@ -179,6 +241,7 @@ def shareable(store: VersionedTaskStore, stream: TaskEventStream) -> Tables | No
             stream._engine,
             stream._event_model.__tablename__,
             store._version_model.__tablename__,
+            None if store._db.core_to_model_conversion else store._db.task_model.__tablename__,
             stream._create_table,
         )
     )

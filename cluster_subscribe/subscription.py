@@ -69,8 +69,8 @@ class Feed(Protocol):
             Exception: Whatever ended the event stream.
         """
 
-    def restart(self, version: TaskVersion) -> None:
-        """Goes on behind a version that the stream got as a snapshot."""
+    def restart(self, stored: StoredTask) -> None:
+        """Goes on behind a task that the stream got as a snapshot."""
 
     def close(self) -> None:
         """Ends the reading, without waiting."""
@@ -80,8 +80,8 @@ class Feed(Protocol):
 class Source:
     """Where a stream gets its events, and who judges them."""
 
-    open: Callable[[TaskVersion], Feed]
-    """Begins to read behind a version."""
+    open: Callable[[TaskVersion, TaskState], Feed]
+    """Begins to read behind a version, at which the task had a state."""
     read: Callable[[], Awaitable[StoredTask | None]]
     """Reads the task as stored, with the subscriber's own call context."""
 
@@ -124,7 +124,7 @@ async def follow(
     yield _copy(snapshot.task)
     # A stream may idle for days: it keeps the version, not the task.
     del snapshot
-    feed = source.open(course.position)
+    feed = source.open(course.position, course.state)
     try:
         while True:
             event: Event | None = None
@@ -139,7 +139,7 @@ async def follow(
                 elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
                     telemetry.reconciled(task_id)
                     event, doubt = course.restart(stored), None
-                    feed.restart(stored.version)
+                    feed.restart(stored)
                 else:
                     doubt = stored
             if event is None:
@@ -170,7 +170,7 @@ class _Course:
 
     def __init__(self, snapshot: StoredTask) -> None:
         self._floor = self.position = snapshot.version
-        self._state = snapshot.task.status.state
+        self.state = snapshot.task.status.state
 
     def admit(self, versioned: VersionedEvent) -> Event | None:
         """The event, if it is one for this stream (rules 2 and 3)."""
@@ -183,13 +183,13 @@ class _Course:
             self.position = version
         if self._records_a_message(event):
             return None
-        self._state = _state(event) or self._state
+        self.state = _state(event) or self.state
         return event
 
     def _records_a_message(self, event: Event) -> bool:
         return (
             isinstance(event, Task)
-            and event.status.state == self._state
+            and event.status.state == self.state
             and event.status.state not in TERMINAL_STATES
             and len(event.history) > 0
             and event.history[-1].role == Role.ROLE_USER
@@ -198,12 +198,12 @@ class _Course:
     def restart(self, stored: StoredTask) -> Task:
         """Goes on from the task as stored (rule 5)."""
         self._floor = self.position = stored.version
-        self._state = stored.task.status.state
+        self.state = stored.task.status.state
         return _copy(stored.task)
 
     def contradicts(self, stored: StoredTask, *, exact: bool) -> bool:
         """Whether the store knows something that this stream has not delivered."""
-        return stored.task.status.state != self._state or (
+        return stored.task.status.state != self.state or (
             exact and _newer(stored.version, self.position)
         )
 
@@ -252,8 +252,8 @@ class StreamFeed:
         """Whether the stream is over and everything it gave was taken."""
         return self._reader.done() and self.drained
 
-    def restart(self, version: TaskVersion) -> None:
-        """Does nothing: what comes before the version is left out when it is taken."""
+    def restart(self, stored: StoredTask) -> None:
+        """Does nothing: what comes before the snapshot is left out when it is taken."""
 
     async def next(self) -> VersionedEvent | None:
         """Takes the next event, or `None` after some seconds of silence or at the end.

@@ -24,6 +24,8 @@ class Statistics:
     """Subscribes served from the event log although the SDK would have used a local tap."""
     events_delivered: int
     """Events handed to subscribers, their first snapshots included."""
+    evictions: int
+    """Superseded or finished `ActiveTask`s that were closed."""
     reconciled: int
     """Snapshots sent in mid-stream because the store and the log disagreed (rule 5)."""
 
@@ -36,6 +38,7 @@ class Telemetry:
         self.events_delivered = 0
         self._subscribes: Counter[Verdict] = Counter()
         self._redirects = 0
+        self._evictions = 0
         self._reconciled = 0
 
     def checked(self, task_id: str, verdict: Verdict) -> None:
@@ -51,6 +54,11 @@ class Telemetry:
                 'Task %s has moved on at another replica; its stream is served from the event log',
                 task_id,
             )
+
+    def evicted(self, task_id: str) -> None:
+        """Counts an `ActiveTask` that was closed."""
+        self._evictions += 1
+        logger.debug('Task %s: its local copy was superseded and is closed', task_id)
 
     def reconciled(self, task_id: str) -> None:
         """Counts a snapshot sent in mid-stream."""
@@ -76,5 +84,6 @@ class Telemetry:
             subscribes=MappingProxyType({v: self._subscribes[v] for v in Verdict}),
             redirects=self._redirects,
             events_delivered=self.events_delivered,
+            evictions=self._evictions,
             reconciled=self._reconciled,
         )

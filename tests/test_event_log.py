@@ -249,7 +249,10 @@ async def test_a_write_that_was_not_logged_makes_the_stream_look(
     subscriber = tail.open('task', version, 'user')
     version = await writer.say('a', logged=False)
     assert await take(subscriber) == ['look']
-    subscriber.restart(version)
+    stored = await writer.store.get('task', caller())
+    assert stored is not None
+    assert stored.version == version
+    subscriber.restart(stored)
     await writer.say('b')
     assert await take(subscriber) == ['art b']
     subscriber.close()
@@ -436,7 +439,11 @@ async def test_no_subscriber_no_statement(database_url: str, wrapped: Decorate) 
 PLANS = {
     'sqlite': ('EXPLAIN QUERY PLAN ', r'USING INDEX ix_task_events_cursor', r'SCAN task_events'),
     'postgresql': ('EXPLAIN ', r'ix_task_events_cursor', r'Seq Scan on task_events'),
-    'mysql': ('EXPLAIN FORMAT=JSON ', r'"key": "ix_task_events_cursor"', r'"task_events",\s+"access_type": "ALL"'),
+    'mysql': (
+        'EXPLAIN FORMAT=JSON ',
+        r'"key": "ix_task_events_cursor"',
+        r'"task_events",\s+"access_type": "ALL"',
+    ),
 }
 
 

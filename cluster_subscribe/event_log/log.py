@@ -14,7 +14,9 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from a2a.server.models import Base, create_task_event_model, create_task_version_model
+from a2a.types import TaskState
 from sqlalchemy import (
+    JSON,
     BigInteger,
     ColumnElement,
     CompoundSelect,
@@ -26,11 +28,13 @@ from sqlalchemy import (
     Table,
     any_,
     bindparam,
+    column,
     func,
     inspect,
     literal,
     or_,
     select,
+    table,
     union_all,
 )
 from sqlalchemy.dialects import postgresql
@@ -93,7 +97,13 @@ class EventLog:
     """Reads one pair of event and version tables. The engine stays its giver's."""
 
     def __init__(
-        self, engine: AsyncEngine, events: str, versions: str, *, create_table: bool
+        self,
+        engine: AsyncEngine,
+        events: str,
+        versions: str,
+        *,
+        tasks: str | None = None,
+        create_table: bool = True,
     ) -> None:
         self.engine = engine
         self._create_table = create_table
@@ -107,6 +117,12 @@ class EventLog:
         self._stored = select(v.task_id, v.owner, v.version).where(
             _among(v.task_id, engine.dialect.name)
         )
+        self._states = None
+        if tasks is not None:
+            t = table(tasks, column('id', String), column('status', JSON)).c
+            self._states = select(t.id, t.status['state'].as_string()).where(
+                _among(t.id, engine.dialect.name)
+            )
         e = self._events.c
         stored_version = select(v.version).where(v.task_id == bindparam('task_id'))
         self._earlier_life = select(func.max(e.seq)).where(
@@ -173,12 +189,32 @@ class EventLog:
 
         One statement for `TASKS_PER_STATEMENT` tasks.
         """
-        answer: dict[str, Stored] = {}
+        return {
+            task_id: Stored(owner, version)
+            for task_id, owner, version in await self._of(self._stored, connection, task_ids)
+        }
+
+    async def states(
+        self, connection: AsyncConnection, task_ids: Collection[str]
+    ) -> dict[str, TaskState]:
+        """The stored state of each task that is there; empty where no task table is known."""
+        if self._states is None:
+            return {}
+        return {
+            task_id: TaskState.Value(state)
+            for task_id, state in await self._of(self._states, connection, task_ids)
+            # Rows of the protocol's older versions name states otherwise.
+            if state in TaskState.keys()
+        }
+
+    async def _of(
+        self, statement: Select[Any], connection: AsyncConnection, task_ids: Collection[str]
+    ) -> list[Any]:
+        rows: list[Any] = []
         for ids in _chunks(task_ids, TASKS_PER_STATEMENT):
             value = json.dumps(ids) if connection.dialect.name == 'sqlite' else ids
-            for task_id, owner, version in await connection.execute(self._stored, {'ids': value}):
-                answer[task_id] = Stored(owner, version)
-        return answer
+            rows += await connection.execute(statement, {'ids': value})
+        return rows
 
     async def pages(
         self, connection: AsyncConnection, wanted: Sequence[Page], limit: int

@@ -10,20 +10,20 @@ import logging
 import random
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
 from a2a.server.events import Event
-from a2a.types import StreamResponse
+from a2a.types import StreamResponse, TaskState
 from google.protobuf.message import DecodeError
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from cluster_subscribe.background import Background
+from cluster_subscribe.background import Background, within
 from cluster_subscribe.errors import EventStreamEndedError
-from cluster_subscribe.event_log.log import EventLog, Page, Row
+from cluster_subscribe.event_log.log import EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
-from cluster_subscribe.event_log.wakeup import Wakeup, within
+from cluster_subscribe.event_log.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +43,16 @@ class Reader:
         background: Background,
         *,
         poll_interval: float,
+        reconcile_interval: float,
         page_size: int,
     ) -> None:
         self._log = log
         self._wakeup = wakeup
         self._background = background
         self._poll_interval = poll_interval
+        self._reconcile_interval = reconcile_interval
+        self._states_due = 0.0
+        self._suspects: dict[Subscriber, TaskState] = {}
         self._page_size = page_size
         self._watched: dict[str, set[Subscriber]] = {}
         self._woken: dict[str, None] = {}
@@ -106,12 +110,11 @@ class Reader:
             self._wakeup.notify(task_id)
             self._start_wakeup()
 
-    async def owner_of(self, task_id: str) -> str | None:
-        """The owner of the stored task."""
+    async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
+        """The stored owner and version of each task that is there, in one read."""
         await self._log.prepare()
         async with self._log.connect() as connection:
-            stored = await self._log.stored(connection, [task_id])
-        return stored[task_id].owner if task_id in stored else None
+            return await self._log.stored(connection, task_ids)
 
     def fail(self, message: str) -> None:
         """Ends every open stream with an error."""
@@ -195,6 +198,8 @@ class Reader:
         async with self._log.connect() as connection:
             ahead = await self._check(connection, woken) if check else {}
             drained = await self._read(connection, woken)
+            if check and asyncio.get_running_loop().time() >= self._states_due:
+                await self._check_states(connection)
         for subscriber in drained & ahead.keys():
             # The log was read after the version: what it did not hold was never logged.
             if subscriber.cursor.version < ahead[subscriber]:
@@ -224,6 +229,24 @@ class Reader:
                 woken[subscriber.task_id] = None
                 ahead[subscriber] = task.version
         return ahead
+
+    async def _check_states(self, connection: AsyncConnection) -> None:
+        """Finds tasks whose state was changed under the same version (F19).
+
+        Two checks in a row have to agree: one alone may fall between a commit and its
+        delivery.
+        """
+        self._states_due = asyncio.get_running_loop().time() + self._reconcile_interval / 2
+        states = await self._log.states(connection, list(self._watched))
+        suspects, self._suspects = self._suspects, {}
+        for subscriber in self._subscribers():
+            state = states.get(subscriber.task_id)
+            if state is None or state == subscriber.state or subscriber.behind:
+                continue
+            if suspects.get(subscriber) == state:
+                subscriber.doubt()
+            else:
+                self._suspects[subscriber] = state
 
     async def _read(self, connection: AsyncConnection, woken: Iterable[str]) -> set[Subscriber]:
         """Reads what follows the cursors of the woken tasks' streams, and feeds them.

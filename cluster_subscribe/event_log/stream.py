@@ -1,15 +1,16 @@
 """`SharedTailEventStream`: the SDK's event log, read once per replica."""
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
+from a2a.types import TaskState
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
-from cluster_subscribe.event_log.log import Cursor, EventLog
+from cluster_subscribe.event_log.log import Cursor, EventLog, Stored
 from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
@@ -45,8 +46,10 @@ class SharedTailEventStream(TaskEventStream):
         create_table: Whether to create the tables where they are missing.
         table_name: The event table, as given to the store as `event_table_name`.
         version_table_name: The version table, as given to the store.
-        settings: `poll_interval`, `wakeup` and `max_buffered_events` apply; read from
-            the environment when not given.
+        task_table_name: The task table, where its states are to be compared with the
+            log (F19).
+        settings: `poll_interval`, `reconcile_interval`, `wakeup` and
+            `max_buffered_events` apply; read from the environment when not given.
     """
 
     def __init__(
@@ -56,16 +59,24 @@ class SharedTailEventStream(TaskEventStream):
         table_name: str = 'task_events',
         version_table_name: str = 'task_versions',
         *,
+        task_table_name: str | None = None,
         settings: Settings | None = None,
     ) -> None:
         settings = settings or Settings()
         self._limit = settings.max_buffered_events
         self._background = Background()
         self._reader = Reader(
-            EventLog(engine, table_name, version_table_name, create_table=create_table),
+            EventLog(
+                engine,
+                table_name,
+                version_table_name,
+                tasks=task_table_name,
+                create_table=create_table,
+            ),
             wakeup_for(engine, table_name) if settings.wakeup is Wakeup.AUTO else None,
             self._background,
             poll_interval=settings.poll_interval,
+            reconcile_interval=settings.reconcile_interval,
             page_size=self._limit,
         )
 
@@ -83,7 +94,13 @@ class SharedTailEventStream(TaskEventStream):
         self._reader.notify(task_id)
 
     def open(
-        self, task_id: str, after: TaskVersion, owner: str | None, *, strict: bool = True
+        self,
+        task_id: str,
+        after: TaskVersion,
+        owner: str | None,
+        *,
+        state: TaskState | None = None,
+        strict: bool = True,
     ) -> Subscriber:
         """Begins to read a task's log for one stream.
 
@@ -91,6 +108,7 @@ class SharedTailEventStream(TaskEventStream):
             task_id: The task.
             after: The version of the snapshot that the stream begins with.
             owner: The task's owner; rows of another are never delivered.
+            state: The task's state at that version, to be compared with the stored one.
             strict: Whether the stream has a store to look at when the log has a hole.
                 Without one it passes over holes, as the SDK's own stream does.
 
@@ -107,6 +125,7 @@ class SharedTailEventStream(TaskEventStream):
             self._reader.leave,
             strict=strict,
         )
+        subscriber.state = state
         self._reader.join(subscriber)
         return subscriber
 
@@ -126,13 +145,18 @@ class SharedTailEventStream(TaskEventStream):
             EventStreamEndedError: The log cannot be read, or the server is stopping.
         """
         if owner is None:
-            owner = await self._background.run(self._reader.owner_of(task_id), f'owner {task_id}')
+            stored = await self.stored([task_id])
+            owner = stored[task_id].owner if task_id in stored else None
         subscriber = self.open(task_id, after, owner, strict=False)
         try:
             while versioned := await subscriber.next():
                 yield versioned
         finally:
             subscriber.close()
+
+    async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
+        """The stored owner and version of each task that is there, in one read."""
+        return await self._background.run(self._reader.stored(task_ids), 'read versions')
 
     async def destroy(self, task_id: str) -> None:
         """Does nothing: the log is kept, and streams end on their own."""

@@ -5,8 +5,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from a2a.server.cluster import TaskVersion, VersionedEvent
+from a2a.server.cluster import StoredTask, TaskVersion, VersionedEvent
 from a2a.server.events import Event
+from a2a.types import Task, TaskState, TaskStatusUpdateEvent
 from a2a.utils.errors import TaskNotFoundError
 
 from cluster_subscribe import sdk
@@ -31,6 +32,7 @@ class Subscriber:
         '_more',
         '_strict',
         '_waiter',
+        'state',
         'behind',
         'cursor',
         'floor',
@@ -56,6 +58,8 @@ class Subscriber:
         self.owner = owner
         self.cursor = cursor
         self.floor = 0
+        self.state: TaskState | None = None
+        """The state last fed, where it is known."""
         self.behind = False
         """Whether the log may hold more than the buffer had room for."""
         self._limit = limit
@@ -108,6 +112,8 @@ class Subscriber:
                 break
             if event is not None:
                 self._buffer.append((event, row.cursor.version))
+                if isinstance(event, Task | TaskStatusUpdateEvent):
+                    self.state = event.status.state
             self.cursor = row.cursor
         if self._buffer:
             self.behind = self.behind or more
@@ -132,10 +138,11 @@ class Subscriber:
         self._error = self._error or error
         self._wake()
 
-    def restart(self, version: TaskVersion) -> None:
-        """Goes on behind a version that the stream got as a snapshot."""
+    def restart(self, stored: StoredTask) -> None:
+        """Goes on behind a task that the stream got as a snapshot."""
         self._buffer.clear()
-        self.cursor = Cursor.behind(sdk.version_number(version))
+        self.cursor = Cursor.behind(sdk.version_number(stored.version))
+        self.state = stored.task.status.state
         self.behind = self._doubted = False
         self._more(self.task_id)
 

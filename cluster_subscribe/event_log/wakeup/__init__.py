@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
 from cluster_subscribe.event_log.wakeup.sqlite import SqliteWakeup
-from cluster_subscribe.event_log.wakeup.waiting import within
 
 Wake = Callable[[Iterable[str] | None, str], None]
 """Takes the ids of tasks that moved, `None` for any, and the name of the source."""
@@ -39,4 +38,4 @@ def wakeup_for(engine: AsyncEngine, table: str) -> Wakeup | None:
     return None
 
 
-__all__ = ['PostgresqlWakeup', 'SqliteWakeup', 'Wake', 'Wakeup', 'wakeup_for', 'within']
+__all__ = ['PostgresqlWakeup', 'SqliteWakeup', 'Wake', 'Wakeup', 'wakeup_for']

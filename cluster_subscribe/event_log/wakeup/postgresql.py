@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from cluster_subscribe.background import within
 from cluster_subscribe.event_log.wakeup.detached import detached
-from cluster_subscribe.event_log.wakeup.waiting import within
 
 logger = logging.getLogger(__name__)
 
