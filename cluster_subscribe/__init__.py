@@ -13,11 +13,11 @@ from cluster_subscribe.errors import (
     SettingsError,
     UnsupportedHandlerError,
 )
-from cluster_subscribe.event_log import SharedTailEventStream, TailStatistics
+from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.handler import ClusterSubscribeHandler, wrap
 from cluster_subscribe.local_task import Verdict
 from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, Wakeup
-from cluster_subscribe.telemetry import Statistics
+from cluster_subscribe.telemetry import Statistics, TailStatistics
 
 __all__ = [
     'CloseOn',

@@ -7,7 +7,7 @@ from abc import update_abstractmethods
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from a2a.server.cluster import (
     LegacyTaskStoreAdapter,
@@ -53,16 +53,17 @@ else:
 
 logger = logging.getLogger(__name__)
 
+H = TypeVar('H', bound=RequestHandler)
 T = TypeVar('T')
 
 
 def wrap(
-    handler: RequestHandler,
+    handler: H,
     *,
     settings: Settings | None = None,
     task_store: VersionedTaskStore | None = None,
     event_stream: TaskEventStream | None = None,
-) -> RequestHandler:
+) -> H:
     """Makes a request handler serve `SubscribeToTask` from the shared event log.
 
     Meant for an app factory: it needs no event loop, does no I/O and starts nothing.
@@ -75,8 +76,9 @@ def wrap(
         event_stream: The event stream, where the handler does not reveal it.
 
     Returns:
-        The decorator, or `handler` itself when the flag is off or the handler is not
-        in cluster mode; a log line says which.
+        The decorator, a drop-in for `handler` and to a type checker the same; or
+        `handler` itself when the flag is off or it is not in cluster mode, and a log
+        line says which.
 
     Raises:
         SettingsError: An environment variable has a value that is not allowed.
@@ -122,16 +124,17 @@ def wrap(
             settings=settings,
         )
         sdk.replace_event_stream(handler, owned)
-    return ClusterSubscribeHandler(
+    decorator = ClusterSubscribeHandler(
         handler,
         settings=settings,
         task_store=task_store,
         event_stream=event_stream,
         owns_stream=owned is not None,
     )
+    return cast('H', decorator)
 
 
-def _not_clustered(handler: RequestHandler, reason: str) -> RequestHandler:
+def _not_clustered(handler: H, reason: str) -> H:
     logger.info(
         'The handler is not in cluster mode (%s); cluster-subscribe leaves it as it is', reason
     )
@@ -212,7 +215,9 @@ class ClusterSubscribeHandler(_Base):
 
     def statistics(self) -> Statistics:
         """The counters of this handler."""
-        return self.__telemetry.statistics()
+        stream = self.__stream
+        tail = stream.statistics() if isinstance(stream, SharedTailEventStream) else None
+        return self.__telemetry.statistics(tail)
 
     async def aclose(self) -> None:
         """Ends every open stream with an error, then closes the wrapped handler."""
@@ -295,7 +300,9 @@ class ClusterSubscribeHandler(_Base):
         if self.__settings.mode is Mode.OBSERVE:
             try:
                 if (stored := await read()) and stored.task.status.state not in TERMINAL_STATES:
-                    self.__check(stored)
+                    verdict = self.__check(stored)
+                    if verdict is not Verdict.ABSENT:
+                        self.__telemetry.redirected(task_id, verdict, observed=True)
             except Exception:
                 logger.warning('Task %s could not be observed', task_id, exc_info=True)
             return self.__wrapped.on_subscribe_to_task(params, context)
@@ -450,11 +457,13 @@ async def _create_tables(store: VersionedDatabaseTaskStore) -> None:
     """Makes a first read possible: the store's `get()` creates one table of three."""
     for attempts_left in reversed(range(5)):
         try:
-            return await store.initialize()
+            await store.initialize()
         except Exception:
             # Another replica that creates them at the same time is quicker at one or other.
             if not attempts_left:
                 raise
+        else:
+            return
 
 
 _OWN = f'_{ClusterSubscribeHandler.__name__}__'

@@ -50,7 +50,7 @@ class Wakeup(str, Enum):
     AUTO = 'auto'
     """Whatever the database offers, with the timer as a net."""
     POLL = 'poll'
-    """The timer alone."""
+    """No help of the database's: the timer, and what this process publishes itself."""
 
 
 class Evict(str, Enum):

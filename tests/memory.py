@@ -1,4 +1,4 @@
-"""A versioned store and an event stream in memory, for schedules no database is quick enough for."""
+"""A versioned store and an event stream in memory, where no database is quick enough."""
 
 import asyncio
 import random
@@ -109,7 +109,8 @@ class MemoryStream(TaskEventStream):
         log, read = self._memory.log[task_id], 0
         while True:
             async with self._memory.committed:
-                await self._memory.committed.wait_for(lambda: len(log) > read)
+                while len(log) == read:
+                    await self._memory.committed.wait()
             while read < len(log):
                 if log[read].version.is_after(after):
                     yield log[read]

@@ -23,9 +23,7 @@ async def test_every_replica_is_right_when_wrapped(
     database_url: str,
     wrapped: Decorate,
 ) -> None:
-    outcome = await fault.play(
-        database_url, patience=20, decorate=wrapped, stream_type=stream_type
-    )
+    outcome = await fault.play(database_url, patience=20, decorate=wrapped, stream_type=stream_type)
     assert outcome.right, outcome.timelines
 
 

@@ -153,12 +153,16 @@ async def test_random_joins_are_exact_at_every_replica(
         ]
         gates.open('1')
         await gates.reached('2')
-        await eventually(
-            lambda: sum(r.handler.statistics().open_subscriptions for r in lab.replicas) == joins
-        )
+        await eventually(lambda: sum(open_at(replica) for replica in lab.replicas) == joins)
         gates.open('2')
         for numbers in await asyncio.gather(*joining):
             assert numbers == list(range(events))
+
+
+def open_at(replica: Any) -> int:
+    handler = replica.handler
+    assert isinstance(handler, ClusterSubscribeHandler)
+    return handler.statistics().open_subscriptions
 
 
 def parts(event: Event) -> list[Part]:
@@ -402,7 +406,7 @@ async def count(engine: AsyncEngine, during: Callable[[], Any]) -> Counter[str]:
     asked: Counter[str] = Counter()
 
     def note(_connection: object, _cursor: object, statement: str, *_rest: object) -> None:
-        asked[statement.split()[0]] += 1
+        asked[statement.split(maxsplit=1)[0]] += 1
 
     sqlalchemy_event.listen(engine.sync_engine, 'before_cursor_execute', note)
     await during()
@@ -524,7 +528,7 @@ async def test_a_missing_index_is_named_once_and_not_built(
     await log.prepare()
     await log.prepare()
     (record,) = caplog.records
-    statement = record.getMessage().split(': ', 1)[1]
+    _, _, statement = record.getMessage().partition(': ')
     async with engine.connect() as connection:
         autocommit = await connection.execution_options(isolation_level='AUTOCOMMIT')
         assert await autocommit.run_sync(log._indexed) is False
@@ -666,7 +670,7 @@ async def test_a_muted_wakeup_costs_only_latency(
 
 @pytest.fixture
 async def on_postgresql(postgres_template: Any, request: pytest.FixtureRequest) -> str:
-    return postgres_template.render_as_string(hide_password=False)
+    return str(postgres_template.render_as_string(hide_password=False))
 
 
 async def test_a_lost_listen_connection_is_rebuilt(on_postgresql: str) -> None:

@@ -37,7 +37,7 @@ from a2a.utils.errors import A2AError
 from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
 from cluster_subscribe.cli.lab import Decorate, Replica
 from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
-from memory import TERMINAL, Memory, MemoryStore, MemoryStream
+from tests.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 
 SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))
 """Random schedules in one run of the test."""
@@ -253,9 +253,7 @@ class Schedule:
         await self.pause(6)
         request = SendMessageRequest(
             message=message,
-            configuration=SendMessageConfiguration(
-                return_immediately=self.chance.random() < 0.5
-            ),
+            configuration=SendMessageConfiguration(return_immediately=self.chance.random() < 0.5),
         )
         try:
             answer: Task = await handler.on_message_send(request, caller())
@@ -276,7 +274,8 @@ class Schedule:
 
     async def evict_at_once(self, number: int, task: Task) -> None:
         """Tries in every single turn of the loop, with the version as stored at that moment."""
-        evict = getattr(self.handlers[number], '_ClusterSubscribeHandler__evict')
+        handler: Any = self.handlers[number]
+        evict = handler._ClusterSubscribeHandler__evict
         while True:
             if (local := sdk.local_task(self.stock[number], task.id)) is not None:
                 evict(local, TaskVersion(self.memory.tasks[task.id, 'user'][1]))
@@ -314,10 +313,11 @@ class Schedule:
             pass
 
     async def at_rest(self, task: Task) -> None:
-        while any(
-            (local := sdk.local_task(stock, task.id)) is not None and local.in_flight
-            for stock in self.stock
-        ) or not all(self.served[message_id] for message_id in self.sent):
+        def busy() -> bool:
+            local = [sdk.local_task(stock, task.id) for stock in self.stock]
+            return any(one is not None and one.in_flight for one in local)
+
+        while busy() or not all(map(self.served.get, self.sent)):  # noqa: ASYNC110 - turn by turn
             await asyncio.sleep(0)
 
     async def play(self) -> bool:
@@ -373,7 +373,7 @@ class Schedule:
 
     async def close(self) -> None:
         for handler in self.handlers:
-            await handler.aclose()  # type: ignore[attr-defined]
+            await handler.aclose()
 
 
 async def test_no_message_is_refused_or_lost_in_any_schedule() -> None:

@@ -37,7 +37,7 @@ def engine_of(url: str) -> AsyncEngine:
     return create_async_engine(url)
 
 
-def handler_of(store: object, stream: object) -> DefaultRequestHandler:
+def handler_of(store: Any, stream: Any) -> DefaultRequestHandler:
     return DefaultRequestHandler(
         agent_executor=ScriptedAgent(),
         task_store=store,
@@ -122,14 +122,14 @@ def test_a_legacy_handler_comes_back() -> None:
 
 def test_an_unknown_handler_is_refused_with_what_to_pass() -> None:
     with pytest.raises(UnsupportedHandlerError, match=r'task_store=\.\.\., event_stream=\.\.\.'):
-        wrap(Foreign())
+        wrap(Foreign())  # type: ignore[abstract]
     assert issubclass(UnsupportedHandlerError, TypeError)
 
 
 def test_an_unknown_handler_works_with_its_parts(sqlite_url: str) -> None:
     engine = engine_of(sqlite_url)
     handler = wrap(
-        Foreign(),
+        Foreign(),  # type: ignore[abstract]
         task_store=VersionedDatabaseTaskStore(engine),
         event_stream=DatabaseTaskEventStream(engine),
     )
@@ -142,7 +142,7 @@ def test_an_argument_of_the_wrong_kind_is_named(stock: DefaultRequestHandler, na
     with pytest.raises(TypeError, match=f"{name}='something'"):
         wrap(stock, **wrong)
     with pytest.raises(TypeError, match='handler=None'):
-        wrap(None)  # type: ignore[arg-type]
+        wrap(None)  # type: ignore[type-var]
 
 
 def test_the_stock_event_stream_makes_room_for_one_reader(stock: DefaultRequestHandler) -> None:

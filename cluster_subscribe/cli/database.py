@@ -20,7 +20,7 @@ T = TypeVar('T')
 
 _PATIENCE: Final = 5.0
 """Seconds a database may take to answer before it counts as unreachable."""
-_TIDYING: Final = 20.0
+TIDYING: Final = 20.0
 """Seconds for the tidying: nothing indexes the contexts of a large table of tasks."""
 
 _DRIVERS: Final = {
@@ -66,17 +66,15 @@ def find(database: str | URL) -> URL:
             f'{chosen!r} is no asynchronous driver that is installed here; '
             f'write {kind}+{driver}:// ({install})'
         ) from None
-    if kind == 'sqlite':
-        _check_file(url)
+    if kind == 'sqlite' and url.database in (None, '', ':memory:'):
+        raise Failure('An SQLite database in memory is not shared; name a file, sqlite:///tasks.db')
     return url
 
 
-def _check_file(url: URL) -> None:
-    if url.database in (None, '', ':memory:'):
-        raise Failure('An SQLite database in memory is not shared; name a file, sqlite:///tasks.db')
+def _open_file(url: URL) -> None:
     try:
         # The driver's thread would print a traceback if it failed to open the file.
-        sqlite3.connect(url.database, uri='uri' in url.query).close()
+        sqlite3.connect(str(url.database), uri='uri' in url.query).close()
     except sqlite3.Error as error:
         raise Failure(f'Cannot use {url.render_as_string()}: {reason(error)}') from error
 
@@ -92,18 +90,26 @@ async def lent(url: URL, contexts: Collection[str]) -> AsyncIterator[None]:
         Failure: The database does not answer, or refuses.
     """
     shown = url.render_as_string()
+    if url.get_backend_name() == 'sqlite':
+        _open_file(url)
     engine = create_async_engine(url)
     try:
-        made = await _done(_make_tables(engine), _PATIENCE, f'Cannot use {shown}')
+        made = await answered(_make_tables(engine), f'Cannot use {shown}')
         try:
             yield
         finally:
-            await _done(_tidy(engine, made, contexts), _TIDYING, f'Could not tidy up in {shown}')
+            await answered(_tidy(engine, made, contexts), f'Could not tidy up in {shown}', TIDYING)
     finally:
         await engine.dispose()
 
 
-async def _done(work: Awaitable[T], limit: float, otherwise: str) -> T:
+async def answered(work: Awaitable[T], otherwise: str, limit: float | None = None) -> T:
+    """Waits for a database's answer.
+
+    Raises:
+        Failure: It refused or kept silent; the line begins with `otherwise`.
+    """
+    limit = limit or _PATIENCE
     try:
         return await asyncio.wait_for(work, limit)
     except asyncio.TimeoutError:

@@ -33,7 +33,9 @@ def reason(error: BaseException) -> str:
     # Drivers and the operating system put a number before their words.
     numbered = len(error.args) > 1 and isinstance(error.args[0], int)
     said = error.args[1] if numbered else error
-    return next(iter(str(said).strip().splitlines()), type(error).__name__)
+    # SQLAlchemy may put the class of the error that it translates before the words.
+    words = str(said).removeprefix(f'{type(error.__cause__)}: ').strip()
+    return next(iter(words.splitlines()), type(error).__name__)
 
 
 def run_until_signalled(work: Coroutine[Any, Any, T]) -> T:

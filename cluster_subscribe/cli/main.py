@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Final, NoReturn
 
-from cluster_subscribe.cli import demo
+from cluster_subscribe.cli import check, demo
 from cluster_subscribe.cli.ending import SIGNALLED, UNUSABLE, Failure
 
-COMMANDS: Final = {'demo': demo}
+COMMANDS: Final = {'check': check, 'demo': demo}
 """Each offers `add_parser(subparsers)` and `run(args) -> int`, the exit status."""
 
 

@@ -5,6 +5,6 @@ the reader queries the database and moves cursors; a stream only empties its buf
 Wakeups make it fast and nothing else: whatever they miss, the timer finds.
 """
 
-from cluster_subscribe.event_log.stream import SharedTailEventStream, TailStatistics
+from cluster_subscribe.event_log.stream import SharedTailEventStream
 
-__all__ = ['SharedTailEventStream', 'TailStatistics']
+__all__ = ['SharedTailEventStream']

@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from a2a.server.models import Base, create_task_event_model, create_task_version_model
 from a2a.types import TaskState
@@ -47,6 +47,7 @@ PAGES_PER_STATEMENT: Final = 32
 """Pages asked for in one statement: far below what any database refuses."""
 TASKS_PER_STATEMENT: Final = 10_000
 """Tasks whose versions are asked for in one statement: some 400 KB of ids."""
+_STATES: Final = {name: cast('TaskState', value) for name, value in TaskState.items()}
 _BEHIND_ALL_ROWS: Final = 2**63 - 1
 
 
@@ -140,10 +141,11 @@ class EventLog:
     async def connect(self) -> AsyncIterator[AsyncConnection]:
         """One pooled connection for one round."""
         async with self.engine.connect() as connection:
-            if connection.dialect.name == 'postgresql':
+            if connection.dialect.name != 'postgresql':
+                yield connection
+            else:
                 # Reads of single statements need no transaction, and no round trips for it.
-                connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
-            yield connection
+                yield await connection.execution_options(isolation_level='AUTOCOMMIT')
 
     async def prepare(self) -> None:
         """Creates the tables if they are missing and it may; names a missing index.
@@ -201,10 +203,10 @@ class EventLog:
         if self._states is None:
             return {}
         return {
-            task_id: TaskState.Value(state)
+            task_id: _STATES[state]
             for task_id, state in await self._of(self._states, connection, task_ids)
             # Rows of the protocol's older versions name states otherwise.
-            if state in TaskState.keys()
+            if state in _STATES
         }
 
     async def _of(
@@ -290,8 +292,8 @@ class EventLog:
 
 def index_statement(index: Index, dialect: str) -> str:
     """The statement that builds the index without stopping writers."""
-    assert index.table is not None
-    table, columns = index.table.name, ', '.join(c.name for c in index.columns)
+    table = cast('Table', index.table).name
+    columns = ', '.join(c.name for c in index.columns)
     if dialect == 'postgresql':
         return f'CREATE INDEX CONCURRENTLY IF NOT EXISTS {index.name} ON {table} ({columns})'
     if dialect in ('mysql', 'mariadb'):

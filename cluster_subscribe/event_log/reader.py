@@ -24,6 +24,7 @@ from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log.log import EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
+from cluster_subscribe.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -37,23 +38,16 @@ class Reader:
     """Tails one event log for all streams of this process."""
 
     def __init__(
-        self,
-        log: EventLog,
-        wakeup: Wakeup | None,
-        background: Background,
-        *,
-        poll_interval: float,
-        reconcile_interval: float,
-        page_size: int,
+        self, log: EventLog, wakeup: Wakeup | None, background: Background, settings: Settings
     ) -> None:
         self._log = log
         self._wakeup = wakeup
         self._background = background
-        self._poll_interval = poll_interval
-        self._reconcile_interval = reconcile_interval
+        self._poll_interval = settings.poll_interval
+        self._reconcile_interval = settings.reconcile_interval
         self._states_due = 0.0
         self._suspects: dict[Subscriber, TaskState] = {}
-        self._page_size = page_size
+        self.page_size = settings.max_buffered_events
         self._watched: dict[str, set[Subscriber]] = {}
         self._woken: dict[str, None] = {}
         self._check_due = False
@@ -106,7 +100,7 @@ class Reader:
 
     def notify(self, task_id: str) -> None:
         """Hints to the other replicas that a task has moved."""
-        if self._wakeup is not None and not self._background.closed:
+        if self._wakeup is not None and self._wakeup.notifies and not self._background.closed:
             self._wakeup.notify(task_id)
             self._start_wakeup()
 
@@ -185,7 +179,7 @@ class Reader:
             logger.warning(
                 'Reading the event log %s failed (%s); its streams wait until it can be read',
                 self._log.table,
-                error,
+                _brief(error),
             )
         pause = min(_LONGEST_PAUSE, 0.025 * 2**failures)
         await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads the replicas
@@ -269,7 +263,7 @@ class Reader:
 
         pages = list(planned)
         for page, rows in zip(
-            pages, await self._log.pages(connection, pages, self._page_size), strict=True
+            pages, await self._log.pages(connection, pages, self.page_size), strict=True
         ):
             self.rows += len(rows)
             if any(row.of_earlier_life for row in rows):
@@ -277,7 +271,7 @@ class Reader:
                 continue
             for subscriber in planned[page]:
                 if subscriber.page == page:
-                    subscriber.feed(rows, decode, more=len(rows) == self._page_size)
+                    subscriber.feed(rows, decode, more=len(rows) == self.page_size)
                     if not subscriber.behind:
                         drained.add(subscriber)
         return drained
@@ -311,6 +305,12 @@ def is_final(error: Exception) -> bool:
     return isinstance(
         error, ArithmeticError | AssertionError | AttributeError | LookupError | TypeError
     )
+
+
+def _brief(error: Exception) -> str:
+    """An error in one line, without the statement and its parameters."""
+    cause = getattr(error, 'orig', None) or error
+    return f'{type(cause).__name__}: {cause}'.splitlines()[0]
 
 
 def _event(row: Row) -> Event | None:

@@ -1,7 +1,6 @@
 """`SharedTailEventStream`: the SDK's event log, read once per replica."""
 
-from collections.abc import AsyncGenerator, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Collection
 from types import MappingProxyType
 
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
@@ -15,22 +14,7 @@ from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
 from cluster_subscribe.settings import Settings, Wakeup
-
-
-@dataclass(frozen=True)
-class TailStatistics:
-    """A snapshot of one event stream's counters since it was made."""
-
-    open_subscriptions: int
-    watched_tasks: int
-    rounds: int
-    """Times that the reader went to the database."""
-    rows: int
-    """Rows of the log that it read."""
-    wakeups: Mapping[str, int]
-    """By source: `publish`, `cancel`, `listen`, `notify`, `data_version`."""
-    reconnects: int
-    """Rounds that failed and were tried again."""
+from cluster_subscribe.telemetry import TailStatistics
 
 
 class SharedTailEventStream(TaskEventStream):
@@ -52,7 +36,7 @@ class SharedTailEventStream(TaskEventStream):
             `max_buffered_events` apply; read from the environment when not given.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as the SDK's own stream has it
         self,
         engine: AsyncEngine,
         create_table: bool = True,  # noqa: FBT001, FBT002 - as the SDK's own stream has it
@@ -63,7 +47,6 @@ class SharedTailEventStream(TaskEventStream):
         settings: Settings | None = None,
     ) -> None:
         settings = settings or Settings()
-        self._limit = settings.max_buffered_events
         self._background = Background()
         self._reader = Reader(
             EventLog(
@@ -75,9 +58,7 @@ class SharedTailEventStream(TaskEventStream):
             ),
             wakeup_for(engine, table_name) if settings.wakeup is Wakeup.AUTO else None,
             self._background,
-            poll_interval=settings.poll_interval,
-            reconcile_interval=settings.reconcile_interval,
-            page_size=self._limit,
+            settings,
         )
 
     async def publish(self, task_id: str, event: VersionedEvent) -> None:
@@ -116,15 +97,8 @@ class SharedTailEventStream(TaskEventStream):
             EventStreamEndedError: After `aclose()`.
             TypeError: The version is not an integer.
         """
-        subscriber = Subscriber(
-            task_id,
-            owner,
-            Cursor.behind(sdk.version_number(after)),
-            self._limit,
-            self._reader.more,
-            self._reader.leave,
-            strict=strict,
-        )
+        cursor = Cursor.behind(sdk.version_number(after))
+        subscriber = Subscriber(task_id, owner, cursor, self._reader, strict=strict)
         subscriber.state = state
         self._reader.join(subscriber)
         return subscriber

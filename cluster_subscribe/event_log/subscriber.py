@@ -4,6 +4,8 @@ import asyncio
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Protocol
 
 from a2a.server.cluster import StoredTask, TaskVersion, VersionedEvent
 from a2a.server.events import Event
@@ -17,6 +19,19 @@ Decode = Callable[[Row], Event | None]
 """Gives the event of a row, `None` if it cannot be decoded."""
 
 
+class Feeder(Protocol):
+    """What a subscriber asks of the reader."""
+
+    page_size: int
+    """How many events a subscriber may hold."""
+
+    def more(self, task_id: str) -> None:
+        """Has a task's log read in the next round."""
+
+    def leave(self, subscriber: 'Subscriber') -> None:
+        """Forgets a stream, at once."""
+
+
 class Subscriber:
     """Fed by the reader, emptied by one stream; lives as long as the stream.
 
@@ -27,16 +42,15 @@ class Subscriber:
         '_buffer',
         '_doubted',
         '_error',
-        '_leave',
         '_limit',
-        '_more',
+        '_reader',
         '_strict',
         '_waiter',
-        'state',
         'behind',
         'cursor',
         'floor',
         'owner',
+        'state',
         'task_id',
     )
 
@@ -44,15 +58,7 @@ class Subscriber:
     proven = True
 
     def __init__(
-        self,
-        task_id: str,
-        owner: str | None,
-        cursor: Cursor,
-        limit: int,
-        more: Callable[[str], None],
-        leave: Callable[['Subscriber'], None],
-        *,
-        strict: bool = True,
+        self, task_id: str, owner: str | None, cursor: Cursor, reader: Feeder, *, strict: bool
     ) -> None:
         self.task_id = task_id
         self.owner = owner
@@ -62,10 +68,9 @@ class Subscriber:
         """The state last fed, where it is known."""
         self.behind = False
         """Whether the log may hold more than the buffer had room for."""
-        self._limit = limit
+        self._limit = reader.page_size
         self._strict = strict
-        self._more = more
-        self._leave = leave
+        self._reader = reader
         self._buffer: deque[tuple[Event, int]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._doubted = False
@@ -144,7 +149,7 @@ class Subscriber:
         self.cursor = Cursor.behind(sdk.version_number(stored.version))
         self.state = stored.task.status.state
         self.behind = self._doubted = False
-        self._more(self.task_id)
+        self._reader.more(self.task_id)
 
     async def next(self) -> VersionedEvent | None:
         """Takes the next event, or `None` if the store should be looked at.
@@ -161,11 +166,9 @@ class Subscriber:
             event, version = self._buffer.popleft()
             if self.behind and not self._buffer:
                 self.behind = False
-                self._more(self.task_id)
+                self._reader.more(self.task_id)
             # The event is shared by all streams of this replica.
-            copy = type(event)()
-            copy.CopyFrom(event)
-            return VersionedEvent(event=copy, version=TaskVersion(version))
+            return VersionedEvent(event=deepcopy(event), version=TaskVersion(version))
         if self._error:
             raise self._error
         self._doubted = False
@@ -173,7 +176,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Leaves the reader, at once."""
-        self._leave(self)
+        self._reader.leave(self)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

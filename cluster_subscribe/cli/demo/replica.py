@@ -48,7 +48,7 @@ def application(database_url: str, port: int) -> Starlette:
         try:
             yield
         finally:
-            await handler.aclose()  # type: ignore[attr-defined]
+            await handler.aclose()
             await engine.dispose()
 
     routes = [*create_agent_card_routes(card), *create_jsonrpc_routes(handler, '/')]

@@ -5,8 +5,6 @@ import sys
 import tempfile
 import uuid
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +21,7 @@ from cluster_subscribe.cli.demo.scene import play
 from cluster_subscribe.cli.demo.timeline import Timeline
 from cluster_subscribe.cli.demo.verdict import off_in_words, on_in_words
 from cluster_subscribe.cli.ending import BROKEN, RIGHT, Failure, run_until_signalled
+from cluster_subscribe.cli.progress import progress
 
 _OFF_PATIENCE: Final = 1.5
 """Seconds; three polls of the SDK's event stream."""
@@ -88,7 +87,7 @@ def show(database_url: str | None, save: Path | None) -> int:
 
 async def _play_both(url: URL) -> dict[str, list[Timeline]]:
     contexts = {'off': str(uuid.uuid4()), 'on': str(uuid.uuid4())}
-    with _progress() as tell:
+    with progress('The database is made ready') as tell:
         async with lent(url, contexts.values()), trio('on', url) as on:
             async with trio('off', url) as off:
                 tell('flag off: three replicas start')
@@ -104,14 +103,3 @@ async def _play_both(url: URL) -> dict[str, list[Timeline]]:
                 addresses, contexts['on'], _ON_PATIENCE, lambda so: tell(f'flag on: {so}')
             )
     return {'off': off_run, 'on': on_run}
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Says on stderr how far the demo is, if a person is there to read it."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status('The database is made ready') as status:
-        yield status.update

@@ -19,6 +19,9 @@ Wake = Callable[[Iterable[str] | None, str], None]
 class Wakeup(Protocol):
     """A source of wakeups that other processes feed."""
 
+    notifies: bool
+    """Whether the others learn of a commit from `notify()` only."""
+
     async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
         """Wakes until stopped, or until nobody has wanted it for a while."""
 

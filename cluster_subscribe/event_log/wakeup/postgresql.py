@@ -29,6 +29,8 @@ _LONGEST_PAUSE: Final = 5.0
 class PostgresqlWakeup:
     """Wakes by task id. Notifies are sent outside the agents' transactions, coalesced."""
 
+    notifies = True
+
     def __init__(self, engine: AsyncEngine, table: str) -> None:
         self._engine = engine
         # Identifiers end at 63 bytes; two tables must not share a channel by cutting.
@@ -59,9 +61,9 @@ class PostgresqlWakeup:
                 async with detached(self._engine) as (_, raw):
                     if await self._converse(raw, wake, wanted):
                         return
+                self._say_lost('closed by the server')
             except Exception as error:  # noqa: BLE001 - whatever it is, the timer serves meanwhile
-                log = logger.debug if self._failures else logger.warning
-                log('The LISTEN connection failed (%s); the timer serves meanwhile', error)
+                self._say_lost(error)
             if not self._stopped:
                 self._failures += 1
                 pause = min(_LONGEST_PAUSE, 0.05 * 2**self._failures)
@@ -106,6 +108,10 @@ class PostgresqlWakeup:
             for payload in _payloads(pending):
                 await self._send(raw, payload)
         return False
+
+    def _say_lost(self, reason: object) -> None:
+        log = logger.debug if self._failures or self._stopped else logger.warning
+        log('The LISTEN connection is lost (%s); the timer serves meanwhile', reason)
 
     async def _send(self, raw: Any, payload: str) -> None:
         await raw.execute('SELECT pg_notify($1, $2)', self._channel, payload)

@@ -22,6 +22,8 @@ _DATA_VERSION: Final = text('PRAGMA data_version')
 class SqliteWakeup:
     """Looks at `PRAGMA data_version`, often while events flow and seldom while idle."""
 
+    notifies = False
+
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._stopped = False

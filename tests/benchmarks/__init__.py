@@ -1,0 +1,1 @@
+"""Figures, as ratios against the stock SDK in the same run."""

@@ -1,0 +1,270 @@
+"""What is measured."""
+
+import asyncio
+import time
+import tracemalloc
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from a2a.server.cluster import TaskVersion, VersionedEvent
+from a2a.server.models import TaskEventModel, TaskVersionModel
+from a2a.types import (
+    GetTaskRequest,
+    StreamResponse,
+    Task,
+    TaskArtifactUpdateEvent,
+    TaskState,
+    TaskStatus,
+)
+from sqlalchemy import insert, update
+
+from tests.benchmarks.measure import (
+    CONTEXT,
+    Counted,
+    Figure,
+    Server,
+    idle,
+    lags,
+    percentile,
+    servers,
+    timed,
+)
+
+RATE: Final = 20
+"""Events a second, as an agent that streams words."""
+
+
+async def latency(url: str, runs: int) -> list[Figure]:
+    """From the executor's enqueue to the event coming out of a subscription."""
+    figures = {
+        (place, share): Figure(f'latency at {place}, p{share}', 'ms')
+        for place in ('the same replica', 'another replica')
+        for share in (50, 99)
+    }
+    for _ in range(runs):
+        for ours in (False, True):
+            async with servers(url, 2, ours=ours) as (runner, other):
+                task = await runner.send(f'{RATE} {RATE * 5}')
+                same: list[float] = []
+                cross: list[float] = []
+                await asyncio.gather(
+                    lags(runner.subscribe(task), same), lags(other.subscribe(task), cross)
+                )
+                for place, values in (('the same replica', same), ('another replica', cross)):
+                    for share in (50, 99):
+                        figure = figures[place, share]
+                        (figure.ours if ours else figure.stock).append(
+                            percentile(values, share / 100)
+                        )
+    return list(figures.values())
+
+
+async def statements(url: str, runs: int) -> list[Figure]:
+    """What idle subscribers cost the database and the processor."""
+    figures = []
+    for count, tasks in ((1, 1), (100, 10), (1000, 100), (5000, 500)):
+        asked = Figure(f'statements, {count} idle subscribers', '1/s')
+        busy = Figure(f'processor, {count} idle subscribers', '% of a core')
+        for ours in (False, True) if count <= 1000 else (True,):
+            async with servers(url, 1, ours=ours) as (server,), idle(server, count, tasks):
+                await asyncio.sleep(1)
+                counted = Counted(server)
+                for _ in range(runs):
+                    before, began = counted.statements, time.process_time()
+                    await asyncio.sleep(2)
+                    used = time.process_time() - began
+                    (asked.ours if ours else asked.stock).append((counted.statements - before) / 2)
+                    (busy.ours if ours else busy.stock).append(used / 2 * 100)
+        figures += [asked, busy]
+    return figures
+
+
+async def beside(url: str, runs: int) -> list[Figure]:
+    """An agent at 20 events a second on a replica with idle subscribers, pool 5 + 10."""
+    figures = []
+    for count in (0, 1000):
+        rate = Figure(f'agent beside {count} idle subscribers, rate', 'events/s')
+        p50 = Figure(f'agent beside {count} idle subscribers, local p50', 'ms')
+        p99 = Figure(f'agent beside {count} idle subscribers, local p99', 'ms')
+        for _ in range(max(1, runs // 2)):
+            for ours in (False, True):
+                async with servers(url, 1, ours=ours) as (server,), idle(server, count, 100):
+                    task = await server.send(f'{RATE} {RATE * 5}')
+                    values: list[float] = []
+                    began = time.perf_counter()
+                    await lags(server.subscribe(task), values)
+                    spent = time.perf_counter() - began
+                    for figure, value in (
+                        (rate, len(values) / spent),
+                        (p50, percentile(values, 0.5)),
+                        (p99, percentile(values, 0.99)),
+                    ):
+                        (figure.ours if ours else figure.stock).append(value)
+        figures += [rate, p50, p99]
+    return figures
+
+
+async def fan_out(url: str, runs: int) -> list[Figure]:
+    """One task read by 100 subscribers on another replica."""
+    figures = [Figure(f'100 subscribers elsewhere, p{share}', 'ms') for share in (50, 99)]
+    for _ in range(runs):
+        for ours in (False, True):
+            async with servers(url, 2, ours=ours) as (runner, other):
+                task = await runner.send(f'{RATE} {RATE * 3}')
+                values: list[float] = []
+                await asyncio.gather(*(lags(other.subscribe(task), values) for _ in range(100)))
+                for figure, share in zip(figures, (0.5, 0.99), strict=True):
+                    (figure.ours if ours else figure.stock).append(percentile(values, share))
+    return figures
+
+
+async def memory(url: str, runs: int) -> list[Figure]:
+    """What an idle subscriber holds, beside a bare generator with the same snapshot."""
+    figure = Figure('memory of an idle subscriber (stock: a bare generator)', 'KB')
+    count = 1000
+
+    async def bare(server: Server, task: Task) -> Any:
+        stored = await server.store.get(task.id, CONTEXT)
+        yield stored.task  # type: ignore[union-attr]
+        await asyncio.Event().wait()
+        yield stored
+
+    async with servers(url, 1, ours=True) as (server,), idle(server, 1) as (task,):
+        for _ in range(runs):
+            for ours in (False, True):
+                tracemalloc.start()
+                readers = []
+                streams = []
+                for _ in range(count):
+                    stream = server.subscribe(task) if ours else bare(server, task)
+                    await anext(stream)
+                    streams.append(stream)
+                    readers.append(asyncio.ensure_future(anext(stream)))
+                await asyncio.sleep(0.5)
+                used = tracemalloc.get_traced_memory()[0] / count / 1024
+                (figure.ours if ours else figure.stock).append(used)
+                tracemalloc.stop()
+                for reader in readers:
+                    reader.cancel()
+                await asyncio.wait(readers)
+    return [figure]
+
+
+async def long_task(url: str, runs: int) -> list[Figure]:
+    """A subscriber at the end of a task with many events."""
+    figures = []
+    async with servers(url, 1, ours=True) as (server,):
+        for length in (1_000, 100_000):
+            figure = Figure(f'event to subscriber, task with {length:,} events', 'ms')
+            task, version = await _long(server, length)
+            stream = server.subscribe(task)
+            await anext(stream)
+            for _ in range(runs * 10):
+                reading = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                event = TaskArtifactUpdateEvent(task_id=task.id, context_id='c')
+                version = await server.store.save(
+                    task, event=event, prev_version=version, context=CONTEXT
+                )
+                saved = time.perf_counter()
+                await server.stock._event_stream.publish(  # type: ignore[union-attr]
+                    task.id, VersionedEvent(event=event, version=version)
+                )
+                await reading
+                figure.ours.append((time.perf_counter() - saved) * 1000)
+            await stream.aclose()
+            figures.append(figure)
+    return figures
+
+
+async def backlog(url: str, runs: int) -> list[Figure]:
+    """A stream that has 100,000 events to catch up with."""
+    del runs
+    speed = Figure('backlog of 100,000 events', 'events/s')
+    grown = Figure('memory grown meanwhile', 'MB')
+    async with servers(url, 1, ours=True) as (server,):
+        task, _ = await _long(server, 100_000)
+        stream = server.stock._event_stream
+        assert stream is not None
+        tracemalloc.start()
+        began, seen = time.perf_counter(), 0
+        events = stream.subscribe(task.id, after=TaskVersion(1))
+        async for _ in events:
+            seen += 1
+            if seen == 99_998:
+                break
+        await events.aclose()
+        speed.ours.append(seen / (time.perf_counter() - began))
+        grown.ours.append(tracemalloc.get_traced_memory()[1] / 2**20)
+        tracemalloc.stop()
+    return [speed, grown]
+
+
+async def _long(server: Server, length: int) -> tuple[Task, TaskVersion]:
+    """A running task with a log of its own, written without an agent."""
+    task = Task(
+        id=f'long-{length}-{time.time_ns() % 10**9}',
+        context_id='c',
+        status=TaskStatus(state=TaskState.TASK_STATE_WORKING),
+    )
+    await server.store.save(task, event=task, prev_version=TaskVersion.MISSING, context=CONTEXT)
+    event = TaskArtifactUpdateEvent(task_id=task.id, context_id='c')
+    data = StreamResponse(artifact_update=event).SerializeToString()
+    async with server.engine.begin() as connection:
+        for start in range(2, length, 5_000):
+            await connection.execute(
+                insert(TaskEventModel),
+                [
+                    {
+                        'task_id': task.id,
+                        'owner': 'user',
+                        'task_version': version,
+                        'event_data': data,
+                    }
+                    for version in range(start, min(start + 5_000, length))
+                ],
+            )
+        await connection.execute(
+            update(TaskVersionModel)
+            .where(TaskVersionModel.task_id == task.id)
+            .values(version=length - 1)
+        )
+    return task, TaskVersion(length - 1)
+
+
+async def calls(url: str, runs: int) -> list[Figure]:
+    """What the decorator adds to calls that are not a subscribe, and to the snapshot."""
+    snapshot = Figure('time to the snapshot', 'us')
+    get = Figure('GetTask', 'us')
+    publish = Figure('publish()', 'us')
+    for _ in range(runs):
+        for ours in (False, True):
+            async with servers(url, 1, ours=ours) as (server,), idle(server, 1) as (task,):
+                snapshots, gets, publishes = [], [], []
+                stream = server.stock._event_stream
+                assert stream is not None
+                told = VersionedEvent(event=task, version=TaskVersion(1))
+                for _ in range(100):
+                    subscription = server.subscribe(task)
+                    snapshots.append(await timed(anext(subscription)))
+                    await subscription.aclose()
+                    gets.append(
+                        await timed(server.handler.on_get_task(GetTaskRequest(id=task.id), CONTEXT))
+                    )
+                    publishes.append(await timed(stream.publish(task.id, told)))
+                for figure, values in ((snapshot, snapshots), (get, gets), (publish, publishes)):
+                    (figure.ours if ours else figure.stock).append(percentile(values, 0.5))
+    return [snapshot, get, publish]
+
+
+FIGURES: Final[dict[str, Callable[[str, int], Awaitable[list[Figure]]]]] = {
+    'latency': latency,
+    'statements': statements,
+    'beside': beside,
+    'fan-out': fan_out,
+    'memory': memory,
+    'long-task': long_task,
+    'backlog': backlog,
+    'calls': calls,
+}

@@ -1,0 +1,241 @@
+"""Replicas to measure, an agent that keeps a pace, and figures with their spread."""
+
+import asyncio
+import tempfile
+import time
+import uuid
+
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, TypeVar
+
+from a2a.server.agent_execution import AgentExecutor, RequestContext
+from a2a.server.cluster import DatabaseTaskEventStream, VersionedDatabaseTaskStore
+from a2a.server.events import EventQueue
+from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
+from a2a.types import (
+    Artifact,
+    Message,
+    Part,
+    Role,
+    SendMessageConfiguration,
+    SendMessageRequest,
+    SubscribeToTaskRequest,
+    Task,
+    TaskArtifactUpdateEvent,
+    TaskState,
+    TaskStatus,
+    TaskStatusUpdateEvent,
+)
+from sqlalchemy import event, make_url, text
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from cluster_subscribe import Settings, wrap
+from cluster_subscribe.cli.lab.cluster import agent_card, caller
+
+T = TypeVar('T')
+CONTEXT = caller()
+
+
+@dataclass
+class Figure:
+    """One measured quantity, stock and ours, over several alternating runs."""
+
+    name: str
+    unit: str
+    stock: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+
+    def cells(self) -> tuple[str, str, str]:
+        """Median and spread of both, and their ratio."""
+        both = bool(self.stock and self.ours and median(self.stock))
+        ratio = f'{median(self.ours) / median(self.stock):.2f}' if both else ''
+        return _spread(self.stock), _spread(self.ours), ratio
+
+    def as_dict(self) -> dict[str, Any]:
+        """For machines."""
+        return {'name': self.name, 'unit': self.unit, 'stock': self.stock, 'ours': self.ours}
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ''
+    return f'{median(values):.3g} ({min(values):.3g} to {max(values):.3g})'
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value below which a share of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
+
+
+class Pace(AgentExecutor):
+    """Asks for input at first; then emits `count` events at `rate` a second and completes.
+
+    Each event is an artifact that carries the moment it was enqueued.
+    """
+
+    async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
+        """Runs one turn."""
+        rate, count = map(float, context.get_user_input().split())
+        if context.current_task is None:
+            await event_queue.enqueue_event(
+                Task(
+                    id=context.task_id,
+                    context_id=context.context_id,
+                    status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
+                )
+            )
+        began = time.perf_counter()
+        for number in range(int(count)):
+            await asyncio.sleep(max(0, began + (number + 1) / rate - time.perf_counter()))
+            await event_queue.enqueue_event(
+                TaskArtifactUpdateEvent(
+                    task_id=context.task_id,
+                    context_id=context.context_id,
+                    artifact=Artifact(
+                        artifact_id='tick', parts=[Part(text=repr(time.perf_counter()))]
+                    ),
+                )
+            )
+        state = TaskState.TASK_STATE_COMPLETED if count else TaskState.TASK_STATE_INPUT_REQUIRED
+        await event_queue.enqueue_event(
+            TaskStatusUpdateEvent(
+                task_id=context.task_id,
+                context_id=context.context_id,
+                status=TaskStatus(state=state),
+            )
+        )
+
+    async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
+        """Is not used."""
+
+
+class Server:
+    """One replica with an engine of its own, stock or wrapped."""
+
+    def __init__(self, url: str, *, ours: bool, **engine: Any) -> None:
+        self.engine = create_async_engine(url, **engine)
+        self.store = VersionedDatabaseTaskStore(self.engine)
+        self.stock = DefaultRequestHandler(
+            agent_executor=Pace(),
+            task_store=self.store,
+            event_stream=DatabaseTaskEventStream(self.engine),
+            agent_card=agent_card('http://127.0.0.1'),
+        )
+        self.handler: RequestHandler = wrap(self.stock, settings=Settings()) if ours else self.stock
+
+    async def send(self, script: str, *, wait: bool = False) -> Task:
+        """Begins a turn and returns its task as first told, or as it pauses."""
+        message = Message(
+            role=Role.ROLE_USER,
+            message_id=uuid.uuid4().hex,
+            parts=[Part(text=script)],
+        )
+        answer = await self.handler.on_message_send(
+            SendMessageRequest(
+                message=message,
+                configuration=SendMessageConfiguration(return_immediately=not wait),
+            ),
+            CONTEXT,
+        )
+        assert isinstance(answer, Task)
+        return answer
+
+    def subscribe(self, task: Task) -> Any:
+        """Opens a stream."""
+        return self.handler.on_subscribe_to_task(SubscribeToTaskRequest(id=task.id), CONTEXT)
+
+    async def aclose(self) -> None:
+        """Closes the handler and the engine."""
+        await self.handler.aclose()  # type: ignore[attr-defined]
+        await self.engine.dispose()
+
+
+@asynccontextmanager
+async def servers(
+    url: str, count: int, *, ours: bool, **engine: Any
+) -> AsyncIterator[list[Server]]:
+    """Replicas over one database."""
+    made = [Server(url, ours=ours, **engine) for _ in range(count)]
+    await made[0].store.initialize()
+    try:
+        yield made
+    finally:
+        for server in made:
+            await server.aclose()
+
+
+async def lags(stream: Any, into: list[float]) -> None:
+    """Reads a stream to its end and keeps how old each event was, in milliseconds."""
+    async for one in stream:
+        if isinstance(one, TaskArtifactUpdateEvent):
+            age = time.perf_counter() - float(one.artifact.parts[0].text)
+            into.append(age * 1000)
+
+
+@asynccontextmanager
+async def idle(server: Server, count: int, tasks: int = 1) -> AsyncIterator[list[Task]]:
+    """Subscribers that wait for paused tasks."""
+    paused = [await server.send('1 0', wait=True) for _ in range(tasks)]
+    readers = []
+
+    async def read(stream: Any) -> None:
+        async for _ in stream:
+            pass
+
+    for number in range(count):
+        stream = server.subscribe(paused[number % tasks])
+        await anext(stream)
+        readers.append(asyncio.ensure_future(read(stream)))
+    try:
+        yield paused
+    finally:
+        for reader in readers:
+            reader.cancel()
+        if readers:
+            await asyncio.wait(readers)
+
+
+class Counted:
+    """Counts the statements of an engine."""
+
+    def __init__(self, server: Server) -> None:
+        self.statements = 0
+        event.listen(server.engine.sync_engine, 'before_cursor_execute', self._count)
+
+    def _count(self, *_: object) -> None:
+        self.statements += 1
+
+
+@asynccontextmanager
+async def database(server: str | None) -> AsyncIterator[str]:
+    """A database of the benchmark's own: a file, or one made on a server and dropped."""
+    if server is None:
+        with tempfile.TemporaryDirectory() as folder:
+            url = f'sqlite+aiosqlite:///{folder}/tasks.db'
+            engine = create_async_engine(url)
+            async with engine.connect() as connection:
+                await connection.execute(text('PRAGMA journal_mode=WAL'))
+            await engine.dispose()
+            yield url
+        return
+    name = f'cluster_subscribe_{uuid.uuid4().hex}'
+    engine = create_async_engine(server, isolation_level='AUTOCOMMIT')
+    async with engine.connect() as connection:
+        await connection.execute(text(f'CREATE DATABASE {name}'))
+    try:
+        yield make_url(server).set(database=name).render_as_string(hide_password=False)
+    finally:
+        async with engine.connect() as connection:
+            force = ' WITH (FORCE)' if engine.dialect.name == 'postgresql' else ''
+            await connection.execute(text(f'DROP DATABASE {name}{force}'))
+        await engine.dispose()
+
+
+async def timed(work: Awaitable[object]) -> float:
+    """Microseconds that an awaitable takes."""
+    began = time.perf_counter()
+    await work
+    return (time.perf_counter() - began) * 1e6

@@ -1,0 +1,357 @@
+"""README and docs: their Python runs, their examples serve, and what they list is there."""
+
+import ast
+import asyncio
+import importlib
+import inspect
+import re
+import socket
+import sys
+import textwrap
+import threading
+import uuid
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from a2a.client import Client, ClientConfig, create_client
+from a2a.server.models import TaskEventModel
+from a2a.server.request_handlers import RequestHandler
+from a2a.types import (
+    Message,
+    Part,
+    Role,
+    SendMessageRequest,
+    StreamResponse,
+    SubscribeToTaskRequest,
+    Task,
+)
+from sqlalchemy.ext.asyncio import create_async_engine
+from sybil import Sybil
+from sybil.example import Example
+from sybil.parsers.markdown import CodeBlockParser
+
+import cluster_subscribe
+
+from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream
+from cluster_subscribe.cli.lab import FAULTS, ScriptedAgent, label
+from cluster_subscribe.cli.lab.cluster import agent_card
+from cluster_subscribe.event_log.log import index_statement
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / 'README.md'
+DOCS = ROOT / 'docs'
+EXAMPLES = DOCS / 'examples'
+DOCUMENTS = [README, *sorted(DOCS.glob('*.md'))]
+
+
+def each(documents: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        'document', documents, ids=lambda path: str(path.relative_to(ROOT))
+    )
+
+
+# --- The Python of the documents
+
+
+def evaluate(example: Example) -> None:
+    """Runs a block; what awaits at top level is left in the namespace as a coroutine."""
+    source = '\n' * (example.line + example.parsed.line_offset) + example.parsed
+    code = compile(
+        source, example.path, 'exec', flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+    )
+    example.namespace['_running'] = eval(code, example.namespace)  # noqa: S307 - our own docs
+
+
+def quotes(document: Path) -> list[tuple[str, str]]:
+    """The blocks that quote a file of the examples, with the file's name."""
+    quote = r'<!-- quote: (\S+) -->\n```python\n(.*?)```\n'
+    return re.findall(quote, document.read_text(), re.DOTALL)
+
+
+def unknown_handler() -> RequestHandler:
+    """A handler of the reader's own, which shows nothing of what it is made of."""
+    methods = dict.fromkeys(RequestHandler.__abstractmethods__)
+    handler: RequestHandler = type('TheirHandler', (RequestHandler,), methods)()
+    return handler
+
+
+@each([document for document in DOCUMENTS if '```python' in document.read_text()])
+async def test_the_python_of_a_document_runs(
+    document: Path, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = Sybil([CodeBlockParser('python', evaluate)]).parse(document)
+    # What a reader has.
+    parsed.namespace.update(
+        card=agent_card('http://127.0.0.1'),
+        database_url=sqlite_url,
+        executor=ScriptedAgent(),
+        your_handler=unknown_handler(),
+    )
+    quoted = {textwrap.dedent(code) for _, code in quotes(document)}
+    for example in parsed.examples():
+        if example.parsed not in quoted:
+            example.evaluate()
+            if inspect.iscoroutine(running := parsed.namespace.pop('_running')):
+                await running
+    if document == README:
+        assert isinstance(parsed.namespace['handler'], ClusterSubscribeHandler)
+        await parsed.namespace['handler'].aclose()
+
+
+@each([document for document in DOCUMENTS if quotes(document)])
+def test_what_a_document_quotes_stands_in_the_example(document: Path) -> None:
+    for file, code in quotes(document):
+        assert code in (document.parent / file).read_text(), file
+
+
+# --- The example apps, each as two replicas over one database
+
+
+@pytest.fixture
+def example(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+    """Imports an example app by name, as its readers do: from its own folder."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setenv('DATABASE_URL', sqlite_url)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in [*sys.modules]:
+        module: ModuleType = sys.modules[name]
+        if name not in before and str(getattr(module, '__file__', '')).startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+@asynccontextmanager
+async def web_server(
+    build: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[str]:
+    """Serves an app on a free port, in a thread; gives its address."""
+    listener = socket.create_server(('127.0.0.1', 0))
+    address = f'http://127.0.0.1:{listener.getsockname()[1]}/'
+    monkeypatch.setenv('PUBLIC_URL', address)
+    config = uvicorn.Config(build(), log_level='warning', ws='none', timeout_graceful_shutdown=1)
+    server = _Server(config)
+    thread = threading.Thread(target=server.run, kwargs={'sockets': [listener]})
+    thread.start()
+    try:
+        assert await asyncio.to_thread(server.ready.wait, 20)
+        yield address
+    finally:
+        server.should_exit = True
+        await asyncio.to_thread(thread.join)
+        listener.close()
+
+
+def event(response: StreamResponse) -> Any:
+    kind = response.WhichOneof('payload')
+    assert kind is not None
+    return getattr(response, kind)
+
+
+async def say(client: Client, text: str, task: Task | None = None) -> list[Any]:
+    """Sends a message and gives the events of its turn."""
+    message = Message(
+        role=Role.ROLE_USER,
+        message_id=uuid.uuid4().hex,
+        task_id=task.id if task else '',
+        context_id=task.context_id if task else '',
+        parts=[Part(text=text)],
+    )
+    request = SendMessageRequest(message=message)
+    return [event(response) async for response in client.send_message(request)]
+
+
+async def assert_a_reply_elsewhere_is_heard(a: Client, b: Client) -> None:
+    """Turn 1 at A asks, a client subscribes there, and the answer goes to B."""
+    task, *rest = await say(a, 'A table, please')
+    assert [label(task), *map(label, rest)] == ['Task(SUBMITTED)', 'INPUT_REQUIRED']
+    stream = aiter_of(a.subscribe(SubscribeToTaskRequest(id=task.id)))
+    snapshot = event(await stream.__anext__())
+    assert label(snapshot) == 'Task(INPUT_REQUIRED)'
+    assert snapshot.status.message.parts[0].text == 'For how many people?'
+    await say(b, 'For 4', task)
+    told = [label(event(response)) async for response in stream]
+    assert told == ['WORKING', 'art A table for 4', 'COMPLETED']
+
+
+def aiter_of(stream: Any) -> AsyncIterator[StreamResponse]:
+    iterator: AsyncIterator[StreamResponse] = stream.__aiter__()
+    return iterator
+
+
+@pytest.mark.parametrize(
+    ('app', 'binding'),
+    [('starlette_app', 'JSONRPC'), ('fastapi_app', 'JSONRPC'), ('fastapi_app', 'HTTP+JSON')],
+)
+async def test_a_web_app_tells_a_client_at_one_replica_what_happens_at_another(
+    example: Callable[[str], Any], app: str, binding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = example(app).app
+    async with (
+        web_server(build, monkeypatch) as at_a,
+        web_server(build, monkeypatch) as at_b,
+        httpx.AsyncClient(timeout=20, trust_env=False) as http,
+    ):
+        config = ClientConfig(
+            httpx_client=http, supported_protocol_bindings=[binding], use_client_preference=True
+        )
+        a, b = [await create_client(address, config) for address in (at_a, at_b)]
+        await assert_a_reply_elsewhere_is_heard(a, b)
+
+
+async def test_a_grpc_server_tells_a_client_at_one_replica_what_happens_at_another(
+    example: Callable[[str], Any],
+) -> None:
+    app, card = example('grpc_app'), example('booking').card
+    config = ClientConfig(
+        grpc_channel_factory=importlib.import_module('grpc.aio').insecure_channel,
+        supported_protocol_bindings=['GRPC'],
+    )
+    async with app.replica('127.0.0.1:0') as at_a, app.replica('127.0.0.1:0') as at_b:
+        a, b = [
+            await create_client(card(f'127.0.0.1:{port}', 'GRPC'), config) for port in (at_a, at_b)
+        ]
+        await assert_a_reply_elsewhere_is_heard(a, b)
+        await a.close()
+        await b.close()
+
+
+# --- What the documents list
+
+
+def rows(document: Path, first: str) -> list[list[str]]:
+    """The cells of the table rows whose first cell matches."""
+    found = []
+    for line in document.read_text().splitlines():
+        if line.startswith('|'):
+            cells = [cell.strip() for cell in line.strip('|').split('|')]
+            if re.fullmatch(first, cells[0]):
+                found.append(cells)
+    return found
+
+
+def slug(heading: str) -> str:
+    return re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-')
+
+
+@each(DOCUMENTS)
+def test_every_link_leads_somewhere(document: Path) -> None:
+    text = re.sub(r'```.*?```', '', document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r'\]\(([^)\s]+)\)', text):
+        if target.startswith('https://'):
+            continue
+        file, _, anchor = target.partition('#')
+        there = (document.parent / file).resolve() if file else document
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r'^#+ (.*)$', there.read_text(), re.MULTILINE)
+            assert anchor in map(slug, headings), target
+
+
+@pytest.mark.parametrize('document', [README, DOCS / 'operations.md'], ids=lambda path: path.name)
+def test_every_setting_is_listed_with_its_values_and_its_default(document: Path) -> None:
+    listed = {
+        cells[0].strip('`'): (cells[1], cells[2].strip('`'))
+        for cells in rows(document, '`CLUSTER_SUBSCRIBE[A-Z_]*`')
+    }
+    expected = {}
+    for name, field in Settings.model_fields.items():
+        variable = 'CLUSTER_SUBSCRIBE' if name == 'mode' else f'CLUSTER_SUBSCRIBE_{name.upper()}'
+        default = getattr(field.default, 'value', field.default)
+        values = {float: 'seconds > 0', int: 'integer >= 1'}.get(
+            type(field.default),
+            ', '.join(f'`{one.value}`' for one in type(field.default))
+            if hasattr(type(field.default), '__members__')
+            else None,
+        )
+        expected[variable] = (
+            values,
+            f'{default:g}' if isinstance(default, float) else f'{default}',
+        )
+    assert listed == expected
+
+
+def test_every_fault_is_listed_by_number_and_title() -> None:
+    listed = {cells[0]: cells[1] for cells in rows(DOCS / 'faults.md', r'F\d+')}
+    assert {fault.number: fault.title for fault in FAULTS}.items() <= listed.items()
+
+
+def logged() -> set[str]:
+    """The words of every log line of the package, `…` for what varies."""
+    found = set()
+    package = Path(cluster_subscribe.__file__).parent
+    for path in package.rglob('*.py'):
+        if 'cli' in path.relative_to(package).parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            called = node.func
+            is_log = (isinstance(called, ast.Name) and called.id == 'log') or (
+                isinstance(called, ast.Attribute)
+                and isinstance(called.value, ast.Name)
+                and called.value.id == 'logger'
+                and called.attr != 'isEnabledFor'
+            )
+            words = node.args[0]
+            if is_log and isinstance(words, ast.Constant):
+                found.add(re.sub(r'%[sd]', '…', str(words.value)))
+    return found
+
+
+def test_every_log_line_is_explained_and_no_other() -> None:
+    text = (DOCS / 'operations.md').read_text()
+    section = text.partition('## Log lines')[2].partition('\n## ')[0]
+    explained = set(re.findall(r'^\| `(.*?)` \|', section, re.MULTILINE))
+    assert logged() == explained
+
+
+@pytest.mark.parametrize('dialect', ['postgresql', 'mysql', 'sqlite'])
+def test_the_index_statements_are_those_that_the_reader_names(
+    sqlite_url: str, dialect: str
+) -> None:
+    # Building a stream gives the SDK's table the index.
+    SharedTailEventStream(create_async_engine(sqlite_url))
+    [index] = [
+        index
+        for index in TaskEventModel.metadata.tables['task_events'].indexes
+        if len(index.columns) > 1
+    ]
+    assert f'{index_statement(index, dialect)};' in (DOCS / 'operations.md').read_text()
+
+
+def test_every_public_name_is_in_the_documents() -> None:
+    text = '\n'.join(document.read_text() for document in DOCUMENTS)
+    assert not [name for name in cluster_subscribe.__all__ if f'`{name}' not in text]
+
+
+def test_every_module_is_in_the_table_of_modules() -> None:
+    package = Path(cluster_subscribe.__file__).parent
+    listed = {
+        cells[0].strip('`') for cells in rows(DOCS / 'how-it-works.md', r'`[a-z_/]+(\.py|/)`')
+    }
+    assert {name for name in listed if not (package / name).exists()} == set()
+    modules = {
+        path.name if path.suffix else f'{path.name}/'
+        for path in package.iterdir()
+        if not path.name.startswith('__') and (path.suffix == '.py' or path.is_dir())
+    }
+    assert modules <= listed
