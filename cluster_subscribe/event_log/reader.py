@@ -52,6 +52,7 @@ class Reader:
         self._woken: dict[str, None] = {}
         self._check_due = False
         self._stir = asyncio.Event()
+        self._closing = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._wakeup_task: asyncio.Task[None] | None = None
         self.open = self.rounds = self.rows = self.reconnects = 0
@@ -132,14 +133,30 @@ class Reader:
             self._wakeup_task = self._background.spawn(
                 self._listen(self._wakeup),
                 f'wakeups of {self._log.table}',
-                stop=self._wakeup.stop,
+                stop=self._stop_wakeup,
             )
 
+    def _stop_wakeup(self) -> None:
+        self._closing.set()
+        if self._wakeup is not None:
+            self._wakeup.stop()
+
     async def _listen(self, wakeup: Wakeup) -> None:
-        try:
-            await wakeup.run(self.wake, lambda: bool(self._watched))
-        except Exception as error:  # noqa: BLE001 - a wakeup is a hint, the timer serves
-            logger.warning('Wakeups of %s ended (%s); the timer serves', self._log.table, error)
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while not self._background.closed:
+            began = loop.time()
+            try:
+                await wakeup.run(self.wake, lambda: bool(self._watched))
+            except Exception as error:  # noqa: BLE001 - a wakeup is a hint, the timer serves
+                # What has worked for a while and fails is news.
+                failures = 0 if loop.time() - began > _LONGEST_PAUSE else failures
+                log = logger.debug if failures else logger.warning
+                log('Wakeups of %s are lost (%s); the timer serves', self._log.table, _brief(error))
+            else:
+                return
+            failures += 1
+            await within(self._closing, _pause(failures))
 
     async def _run(self) -> None:
         failures = 0
@@ -159,7 +176,7 @@ class Reader:
                     if is_final(error):
                         raise
                     self._woken = woken | self._woken
-                    await self._pause(error, failures := failures + 1)
+                    await self._wait_after(error, failures := failures + 1)
                     due = 0.0
                     continue
                 if failures:
@@ -173,7 +190,7 @@ class Reader:
         finally:
             self.fail('The server is stopping')
 
-    async def _pause(self, error: Exception, failures: int) -> None:
+    async def _wait_after(self, error: Exception, failures: int) -> None:
         self.reconnects += 1
         if failures == 1:
             logger.warning(
@@ -181,8 +198,7 @@ class Reader:
                 self._log.table,
                 _brief(error),
             )
-        pause = min(_LONGEST_PAUSE, 0.025 * 2**failures)
-        await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads the replicas
+        await asyncio.sleep(_pause(failures))
 
     async def _round(self, woken: dict[str, None], *, check: bool) -> None:
         if not (check or woken):
@@ -305,6 +321,12 @@ def is_final(error: Exception) -> bool:
     return isinstance(
         error, ArithmeticError | AssertionError | AttributeError | LookupError | TypeError
     )
+
+
+def _pause(failures: int) -> float:
+    """Seconds until the next attempt: growing, capped, and spread over the replicas."""
+    most = min(_LONGEST_PAUSE, 0.025 * 2.0**failures)
+    return most * random.uniform(0.5, 1)  # noqa: S311 - no secret
 
 
 def _brief(error: Exception) -> str:

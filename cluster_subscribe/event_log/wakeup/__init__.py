@@ -4,16 +4,14 @@ A wakeup is a hint. It may be lost, late, doubled or false, and nothing but spee
 depends on it: the timer always runs as the net.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from cluster_subscribe.event_log.wakeup.detached import Wake
 from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
 from cluster_subscribe.event_log.wakeup.sqlite import SqliteWakeup
-
-Wake = Callable[[Iterable[str] | None, str], None]
-"""Takes the ids of tasks that moved, `None` for any, and the name of the source."""
 
 
 class Wakeup(Protocol):
@@ -23,7 +21,10 @@ class Wakeup(Protocol):
     """Whether the others learn of a commit from `notify()` only."""
 
     async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
-        """Wakes until stopped, or until nobody has wanted it for a while."""
+        """Wakes until stopped, or until nobody has wanted it for a while.
+
+        Whatever it raises, it is run again after a pause.
+        """
 
     def stop(self) -> None:
         """Makes `run()` return soon, for good."""

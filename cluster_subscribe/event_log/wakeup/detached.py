@@ -1,10 +1,13 @@
-"""A connection of the user's own engine that no pool counts."""
+"""What every wakeup shares: how it wakes, and a connection that no pool counts."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+Wake = Callable[[Iterable[str] | None, str], None]
+"""Takes the ids of tasks that moved, `None` for any, and the name of the source."""
 
 
 @asynccontextmanager

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import random
 import uuid
 
 from collections.abc import Callable, Iterable
@@ -12,7 +11,7 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import within
-from cluster_subscribe.event_log.wakeup.detached import detached
+from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +21,6 @@ _LINGER: Final = 30.0
 """Seconds for which an unused connection is kept."""
 _TRIAL: Final = 5.0
 """Seconds within which a notification to oneself must arrive."""
-_LONGEST_PAUSE: Final = 5.0
-"""Seconds between two attempts to connect, at most."""
 
 
 class PostgresqlWakeup:
@@ -37,7 +34,6 @@ class PostgresqlWakeup:
         self._channel = f'cluster_subscribe_{sha256(table.encode()).hexdigest()[:16]}'
         self._pending: dict[str, None] = {}
         self._stir = asyncio.Event()
-        self._failures = 0
         self._stopped = False
         """Set by `stop()`, and where notifications cannot arrive."""
 
@@ -52,66 +48,49 @@ class PostgresqlWakeup:
         self._stopped = True
         self._stir.set()
 
-    async def run(
-        self, wake: Callable[[Iterable[str] | None, str], None], wanted: Callable[[], bool]
-    ) -> None:
-        """Listens and notifies until stopped, or unused for a while."""
+    async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
+        """Listens and notifies until stopped, or unused for a while.
+
+        Raises:
+            ConnectionError: The connection is lost.
+            Exception: It cannot be had.
+        """
+        async with detached(self._engine) as (_, raw):
+            heard = asyncio.Event()
+            trial = f'?{uuid.uuid4().hex}'
+            own = raw.get_server_pid()
+
+            def hear(_connection: object, pid: int, _channel: str, payload: str) -> None:
+                if payload == trial:
+                    heard.set()
+                elif pid != own:
+                    wake(payload.split('\n'), 'notify')
+
+            raw.add_termination_listener(lambda _connection: self._stir.set())
+            await raw.add_listener(self._channel, hear)
+            await self._send(raw, trial)
+            if not await within(heard, _TRIAL):
+                self._stopped = True
+                self._pending.clear()
+                logger.warning(
+                    'A NOTIFY to this connection did not come back; behind a pooler in transaction '
+                    'mode none can, so other replicas are heard at the poll interval only'
+                )
+                return
+            # Whatever happened before the channel was open is read now.
+            wake(None, 'listen')
+            await self._serve(raw, wanted)
+
+    async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
         while not self._stopped:
-            try:
-                async with detached(self._engine) as (_, raw):
-                    if await self._converse(raw, wake, wanted):
-                        return
-                self._say_lost('closed by the server')
-            except Exception as error:  # noqa: BLE001 - whatever it is, the timer serves meanwhile
-                self._say_lost(error)
-            if not self._stopped:
-                self._failures += 1
-                pause = min(_LONGEST_PAUSE, 0.05 * 2**self._failures)
-                await asyncio.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - spreads the replicas
-
-    async def _converse(
-        self,
-        raw: Any,
-        wake: Callable[[Iterable[str] | None, str], None],
-        wanted: Callable[[], bool],
-    ) -> bool:
-        """Uses one connection; `True` when it is no longer wanted, `False` when it died."""
-        trial = f'?{uuid.uuid4().hex}'
-        arrived = asyncio.Event()
-        own = raw.get_server_pid()
-
-        def hear(_connection: object, pid: int, _channel: str, payload: str) -> None:
-            if payload == trial:
-                arrived.set()
-            elif pid != own:
-                wake(payload.split('\n'), 'notify')
-
-        raw.add_termination_listener(lambda _connection: self._stir.set())
-        await raw.add_listener(self._channel, hear)
-        await self._send(raw, trial)
-        if not await within(arrived, _TRIAL):
-            self._stopped = True
-            self._pending.clear()
-            logger.warning(
-                'A NOTIFY to this connection did not come back; behind a pooler in transaction '
-                'mode none can, so other replicas are heard at the poll interval only'
-            )
-            return True
-        # Whatever happened before the channel was open is read now.
-        self._failures = 0
-        wake(None, 'listen')
-        while not raw.is_closed() and not self._stopped:
             if not self._pending and not await within(self._stir, _LINGER) and not wanted():
-                return True
+                return
             self._stir.clear()
+            if raw.is_closed():
+                raise ConnectionError('closed by the server')
             pending, self._pending = self._pending, {}
             for payload in _payloads(pending):
                 await self._send(raw, payload)
-        return False
-
-    def _say_lost(self, reason: object) -> None:
-        log = logger.debug if self._failures or self._stopped else logger.warning
-        log('The LISTEN connection is lost (%s); the timer serves meanwhile', reason)
 
     async def _send(self, raw: Any, payload: str) -> None:
         await raw.execute('SELECT pg_notify($1, $2)', self._channel, payload)

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.event_log.wakeup.detached import detached
+from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 _BUSY: Final = 0.005
 """Seconds between two looks while events flow."""
@@ -35,9 +35,7 @@ class SqliteWakeup:
         """Makes `run()` return after its next look."""
         self._stopped = True
 
-    async def run(
-        self, wake: Callable[[Iterable[str] | None, str], None], wanted: Callable[[], bool]
-    ) -> None:
+    async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
         """Wakes at every commit of another connection, while somebody wants it."""
         async with detached(self._engine) as (connection, _):
             seen: int | None = None
