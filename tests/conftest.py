@@ -145,4 +145,4 @@ async def database_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 @pytest.fixture
 def wrapped() -> Decorate:
     """Wraps a handler with the settings' defaults."""
-    return partial(wrap, settings=Settings())
+    return partial(wrap, settings=Settings(reconcile_interval=3))

@@ -5,15 +5,36 @@ back the streams; what every one of them should have carried is `right`.
 """
 
 import asyncio
+import gc
 import time
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from cluster_subscribe.cli.lab.cluster import Cluster, Watch, cluster, matches, settle
+from a2a.types import TaskState
 
-Scene = Callable[[Cluster], Awaitable[Sequence[Watch]]]
+from cluster_subscribe import ClusterSubscribeHandler, sdk
+from cluster_subscribe.cli.lab.cluster import (
+    Cluster,
+    Watch,
+    caller,
+    cluster,
+    matches,
+    settle,
+)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a scene found out by itself, in the words of a timeline."""
+
+    place: str
+    timeline: tuple[str, ...]
+    intact: bool = True
+
+
+Scene = Callable[[Cluster], Awaitable[Sequence[Watch | Told]]]
 
 
 @dataclass(frozen=True)
@@ -54,13 +75,14 @@ class Fault:
         """
         began = time.monotonic()
         async with cluster(url, **self.setting, **how) as lab:
-            watches = await self.scene(lab)
+            found = await self.scene(lab)
+            watches = [one for one in found if isinstance(one, Watch)]
             await settle(watches, self.right, patience, thoroughly=thoroughly)
-            timelines = {watch.place: watch.timeline for watch in watches}
+            timelines = {one.place: one.timeline for one in found}
         return Outcome(
             right=all(matches(self.right, timeline) for timeline in timelines.values()),
             timelines=timelines,
-            intact=all(watch.intact for watch in watches),
+            intact=all(one.intact for one in found),
             seconds=time.monotonic() - began,
         )
 
@@ -198,6 +220,21 @@ async def _swallowed_cancellation(lab: Cluster) -> Sequence[Watch]:
 
 
 @_fault(
+    'F9',
+    "A cancel where an earlier turn ran: the running turn's work is gone",
+    'CANCELED, art one, art two, 2 messages',
+)
+async def _cancel_at_the_stale_replica(lab: Cluster) -> Sequence[Told]:
+    task = await lab.a.turn('ask')
+    await lab.b.start('work art=one art=two wait=1 done', task).at('1')
+    await lab.a.cancel(task)
+    stored = await lab.c.get(task.id)
+    state = TaskState.Name(stored.status.state).removeprefix('TASK_STATE_')
+    artifacts = (f'art {artifact.artifact_id}' for artifact in stored.artifacts)
+    return [Told('the store', (state, *artifacts, f'{len(stored.history)} messages'))]
+
+
+@_fault(
     'F10',
     'The agent fails: its raw exception comes out of the stream',
     'Task(WORKING), FAILED|Task(FAILED), closed',
@@ -232,3 +269,67 @@ async def _remote_cancel(lab: Cluster) -> Sequence[Watch]:
     watches = await lab.watch(task)
     await lab.b.cancel(task)
     return watches
+
+
+@_fault(
+    'F13',
+    'A state saved without an event: every subscriber waits for ever',
+    'Task(WORKING), Task(FAILED), closed',
+)
+async def _unlogged_state(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.turn('work ret')
+    watches = await lab.watch(task)
+    stored = await lab.b.store.get(task.id, caller())
+    assert stored is not None
+    stored.task.status.state = TaskState.TASK_STATE_FAILED
+    await lab.b.store.save(
+        stored.task, event=None, prev=None, prev_version=stored.version, context=caller()
+    )
+    return watches
+
+
+@_fault(
+    'F14',
+    'A deleted task: its subscribers wait for ever',
+    'Task(INPUT_REQUIRED), TaskNotFoundError',
+)
+async def _deleted(lab: Cluster) -> Sequence[Watch]:
+    task = await lab.a.turn('ask')
+    watches = await lab.watch(task)
+    await lab.b.store.delete(task.id, caller())
+    return watches
+
+
+@_fault(
+    'F15',
+    'Tasks that went on elsewhere: the replica of an earlier turn keeps them for ever',
+    '0 of 5 tasks kept',
+)
+async def _zombies(lab: Cluster) -> Sequence[Told]:
+    for task in [await lab.a.turn('ask') for _ in range(5)]:
+        await lab.b.turn('done', task)
+    gc.collect()
+    if isinstance(lab.a.handler, ClusterSubscribeHandler):
+        await lab.a.handler.sweep()
+    kept = len(sdk.local_tasks(lab.a.stock))
+    return [Told('A', (f'{kept} of 5 tasks kept',))]
+
+
+@_fault(
+    'F19',
+    'An agent that speaks and fails at once: its failure is not logged',
+    'Task(WORKING), WORKING, FAILED|Task(FAILED), closed',
+)
+async def _failure_under_an_old_version(lab: Cluster) -> Sequence[Watch]:
+    turns = {name: lab.a.start(f'work wait={name} work raise') for name in map(str, range(12))}
+    watches = {}
+    for name, turn in turns.items():
+        watches[name] = await lab.c.watch(await turn.at(name))
+        watches[name].place = f'C, task {name}'
+    lab.gates.open(*turns)
+    # Where the SDK leaves the task WORKING for ever there is nothing to be told.
+    return [
+        watches[name]
+        for name, turn in turns.items()
+        if (await turn.ended()).status.state == TaskState.TASK_STATE_FAILED
+    ]
