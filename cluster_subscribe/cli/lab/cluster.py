@@ -353,14 +353,29 @@ def _says_more(heard: int, watch: Watch) -> bool:
 
 
 def matches(right: Sequence[str], timeline: Sequence[str]) -> bool:
-    """Whether a timeline is the right one; `a|b` in the right one allows either."""
-    return len(right) == len(timeline) and _begins(right, timeline)
+    """Whether a timeline is the right one.
+
+    In the right one `a|b` allows either, and `a?` may be left out.
+    """
+    rest = _rest(right, timeline)
+    return rest is not None and all(entry.endswith('?') for entry in rest)
 
 
 def _begins(right: Sequence[str], part: Sequence[str]) -> bool:
-    return len(part) <= len(right) and all(
-        label in allowed.split('|') for label, allowed in zip(part, right, strict=False)
-    )
+    return _rest(right, part) is not None
+
+
+def _rest(right: Sequence[str], part: Sequence[str]) -> Sequence[str] | None:
+    """What has to follow a part of the right timeline; `None` if it is no part of it."""
+    for told in part:
+        while right and told not in right[0].removesuffix('?').split('|'):
+            if not right[0].endswith('?'):
+                return None
+            right = right[1:]
+        if not right:
+            return None
+        right = right[1:]
+    return right
 
 
 def agent_card(url: str) -> AgentCard:
