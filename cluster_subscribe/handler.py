@@ -7,6 +7,7 @@ from abc import update_abstractmethods
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from a2a.server.cluster import (
@@ -247,18 +248,42 @@ class ClusterSubscribeHandler(_Base):
     async def on_message_send(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> Message | Task:
-        """Delegates; the message is in transit meanwhile."""
+        """Delegates, the context filled in; the message is in transit meanwhile."""
+        params = await self.__with_context(params, context)
         with self.__transit(params.message.task_id):
             return await self.__wrapped.on_message_send(params, context)
 
     async def on_message_send_stream(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
-        """Delegates; the message is in transit while its stream is open."""
+        """Delegates, the context filled in; in transit while its stream is open."""
+        params = await self.__with_context(params, context)
         with self.__transit(params.message.task_id):
             async with aclosing(self.__wrapped.on_message_send_stream(params, context)) as events:
                 async for event in events:
                     yield event
+
+    async def __with_context(
+        self, params: SendMessageRequest, context: ServerCallContext
+    ) -> SendMessageRequest:
+        """Gives a follow-up that names only its task the task's context (F18)."""
+        message = params.message
+        if not message.task_id or message.context_id or self.__settings.mode is Mode.OBSERVE:
+            return params
+        stored = await self.__try_to_read(message.task_id, context)
+        if stored is None:
+            # Unknown, foreign or unreadable: the SDK's own answer.
+            return params
+        filled = deepcopy(params)
+        filled.message.context_id = stored.task.context_id
+        return filled
+
+    async def __try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        try:
+            return await self.__background.run(self.__read(task_id, context), f'read {task_id}')
+        except Exception:
+            logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
+            return None
 
     @contextmanager
     def __transit(self, task_id: str) -> Iterator[None]:
@@ -366,11 +391,7 @@ class ClusterSubscribeHandler(_Base):
         return True
 
     async def __drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
-        try:
-            stored = await self.__background.run(self.__read(task_id, context), f'read {task_id}')
-        except Exception:
-            logger.debug('Task %s could not be read before its cancel', task_id, exc_info=True)
-            return
+        stored = await self.__try_to_read(task_id, context)
         if stored is None or (local := sdk.local_task(self.__wrapped, stored.task.id)) is None:
             return
         in_transit = task_id in self.__in_transit

@@ -17,7 +17,9 @@ from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
 from a2a.types import (
     AgentCapabilities,
     Message,
+    Part,
     Role,
+    SendMessageRequest,
     SubscribeToTaskRequest,
     Task,
     TaskState,
@@ -397,3 +399,38 @@ async def test_a_deleted_task_ends_its_streams(
         for watch in watches:
             assert await watch.until(lambda w: w.ending, 10)
             assert watch.timeline == ('Task(INPUT_REQUIRED)', 'TaskNotFoundError')
+
+
+# Follow-ups that name only their task (F18).
+
+
+async def test_the_context_is_filled_in_only_where_it_is_missing(lab: Cluster) -> None:
+    task = await lab.a.turn('ask')
+    asked: list[SendMessageRequest] = []
+    answer = lab.b.stock.on_message_send
+
+    async def note(params: SendMessageRequest, context: Any) -> Any:
+        asked.append(params)
+        return await answer(params, context)
+
+    lab.b.stock.on_message_send = note  # type: ignore[method-assign]
+    for context_id in ('', task.context_id):
+        message = Message(
+            role=Role.ROLE_USER,
+            message_id=f'm{context_id}',
+            task_id=task.id,
+            context_id=context_id,
+            parts=[Part(text='work ask')],
+        )
+        request = SendMessageRequest(message=message)
+        told = await lab.b.handler.on_message_send(request, caller())
+        assert isinstance(told, Task)
+        assert told.status.state == TaskState.TASK_STATE_INPUT_REQUIRED
+        assert asked[-1].message.context_id == task.context_id
+        assert (asked[-1] is request) == bool(context_id)
+        assert request.message.context_id == context_id
+    message.context_id = ''
+    with pytest.raises(TaskNotFoundError):
+        await lab.b.handler.on_message_send(
+            SendMessageRequest(message=message), caller('somebody else')
+        )

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from a2a.types import TaskState
+from a2a.types import Task, TaskState
 
 from cluster_subscribe import ClusterSubscribeHandler, sdk
 from cluster_subscribe.cli.lab.cluster import (
@@ -313,6 +313,18 @@ async def _zombies(lab: Cluster) -> Sequence[Told]:
         await lab.a.handler.sweep()
     kept = len(sdk.local_tasks(lab.a.stock))
     return [Told('A', (f'{kept} of 5 tasks kept',))]
+
+
+@_fault(
+    'F18',
+    'A follow-up that names its task and no context: the task fails',
+    'COMPLETED',
+)
+async def _follow_up_without_context(lab: Cluster) -> Sequence[Told]:
+    task = await lab.a.turn('ask')
+    lean = Task(id=task.id)
+    stored = await lab.b.turn('work done', lean)
+    return [Told('B', (TaskState.Name(stored.status.state).removeprefix('TASK_STATE_'),))]
 
 
 @_fault(
