@@ -345,20 +345,27 @@ class ClusterSubscribeHandler(_Base):
         if verdict is not Verdict.ABSENT:
             self.__telemetry.redirected(task_id, verdict)
 
+        return self.__serve(stored, self.__source(stored.task.id, context, read))
+
+    def __source(
+        self,
+        task_id: str,
+        context: ServerCallContext,
+        read: Callable[[], Awaitable[StoredTask | None]],
+    ) -> Source:
         def open_feed(version: TaskVersion, state: TaskState) -> Feed:
-            if isinstance(self.__stream, SharedTailEventStream):
-                owner = sdk.owner(self.__store, context)
-                return self.__stream.open(stored_id, version, owner, state=state)
+            owner = sdk.owner(self.__store, context)
+            if isinstance(self.__stream, SharedTailEventStream) and owner is not None:
+                return self.__stream.open(task_id, version, owner, state=state)
             return StreamFeed(
                 self.__stream,
-                stored_id,
+                task_id,
                 version,
                 settings=self.__settings,
                 background=self.__background,
             )
 
-        stored_id = stored.task.id
-        return self.__serve(stored, Source(open_feed, read))
+        return Source(open_feed, read)
 
     async def __delegate(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
@@ -391,13 +398,13 @@ class ClusterSubscribeHandler(_Base):
         return True
 
     async def __drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
-        stored = await self.__try_to_read(task_id, context)
-        if stored is None or (local := sdk.local_task(self.__wrapped, stored.task.id)) is None:
+        if sdk.local_task(self.__wrapped, task_id) is None:
             return
-        in_transit = task_id in self.__in_transit
-        if judge(
-            local, stored.version, in_transit=in_transit
-        ) is Verdict.STALE and not self.__evict(local, stored.version):
+        stored = await self.__try_to_read(task_id, context)
+        if stored is None or (local := sdk.local_task(self.__wrapped, task_id)) is None:
+            return
+        verdict = judge(local, stored.version, in_transit=task_id in self.__in_transit)
+        if verdict is Verdict.STALE and not self.__evict(local, stored.version):
             sdk.forget_copy(local.active)
 
     def __start_sweeping(self) -> None:
@@ -438,11 +445,12 @@ class ClusterSubscribeHandler(_Base):
         return closed
 
     async def __stored_versions(self, idle: Collection[LocalTask]) -> dict[str, TaskVersion | None]:
-        if isinstance(self.__stream, SharedTailEventStream):
-            found = await self.__stream.stored([local.active.task_id for local in idle])
+        task_ids = [local.active.task_id for local in idle]
+        if task_ids and isinstance(self.__stream, SharedTailEventStream):
+            found = await self.__stream.stored(task_ids)
             return {
                 task_id: TaskVersion(found[task_id].version) if task_id in found else None
-                for task_id in (local.active.task_id for local in idle)
+                for task_id in task_ids
             }
         versions: dict[str, TaskVersion | None] = {}
         for local in idle:
@@ -453,15 +461,13 @@ class ClusterSubscribeHandler(_Base):
 
     async def __serve(self, snapshot: StoredTask, source: Source) -> AsyncGenerator[Event, None]:
         self.__telemetry.open_subscriptions += 1
+        stream = follow(
+            snapshot, source, close_on=self.__settings.close_on, telemetry=self.__telemetry
+        )
+        # A stream may idle for days: nothing of it keeps the task alive.
+        del snapshot
         try:
-            async with aclosing(
-                follow(
-                    snapshot,
-                    source,
-                    close_on=self.__settings.close_on,
-                    telemetry=self.__telemetry,
-                )
-            ) as events:
+            async with aclosing(stream) as events:
                 async for event in events:
                     self.__telemetry.events_delivered += 1
                     yield event

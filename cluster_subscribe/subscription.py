@@ -122,7 +122,6 @@ async def follow(
         return stored
 
     yield _copy(snapshot.task)
-    # A stream may idle for days: it keeps the version, not the task.
     del snapshot
     feed = source.open(course.position, course.state)
     try:
