@@ -16,7 +16,11 @@ class OwnStream(DatabaseTaskEventStream):
 
 
 @pytest.mark.parametrize(
-    'stream_type', [DatabaseTaskEventStream, OwnStream], ids=['shared-tail', 'stock-stream']
+    'stream_type',
+    [
+        pytest.param(DatabaseTaskEventStream, id='shared-tail'),
+        pytest.param(OwnStream, id='stock-stream', marks=pytest.mark.cancels_queries),
+    ],
 )
 @by_number
 async def test_every_replica_is_right_when_wrapped(
@@ -27,6 +31,7 @@ async def test_every_replica_is_right_when_wrapped(
 ) -> None:
     outcome = await fault.play(database_url, patience=20, decorate=wrapped, stream_type=stream_type)
     assert outcome.right, outcome.timelines
+    assert outcome.intact
 
 
 def healed(fault: Fault) -> bool:
@@ -34,6 +39,7 @@ def healed(fault: Fault) -> bool:
     return fault.number == 'F19' and version('a2a-sdk') >= '1.3'
 
 
+@pytest.mark.cancels_queries
 @by_number
 async def test_the_sdk_alone_is_wrong(fault: Fault, database_url: str) -> None:
     if fault.number == 'F7' and not database_url.startswith('sqlite'):

@@ -414,6 +414,7 @@ async def count(engine: AsyncEngine, during: Callable[[], Any]) -> Counter[str]:
     return asked
 
 
+@pytest.mark.cancels_queries
 async def test_statements_do_not_grow_with_subscribers_or_tasks(database_url: str) -> None:
     """F17: the stock stream asks twice a second for each subscriber."""
     asked: dict[tuple[str, int], int] = {}
@@ -560,6 +561,7 @@ async def test_custom_table_names_are_honoured(sqlite_url: str) -> None:
 # Broken wires.
 
 
+@pytest.mark.cancels_queries
 async def test_the_stream_survives_its_connections(
     database_url: str, request: pytest.FixtureRequest
 ) -> None:
@@ -600,6 +602,7 @@ def tail_of(replica: Any) -> SharedTailEventStream:
     return stream
 
 
+@pytest.mark.cancels_queries
 async def test_an_exhausted_pool_delays_and_loses_nothing(database_url: str) -> None:
     """F17: a pool held for longer than its timeout ends a stock stream."""
     options = {'pool_size': 1, 'max_overflow': 0, 'pool_timeout': 0.2}

@@ -62,6 +62,7 @@ def decorated(replica: Replica) -> ClusterSubscribeHandler:
     return replica.handler
 
 
+@pytest.mark.cancels_queries
 @pytest.mark.parametrize('stream_type', [DatabaseTaskEventStream, OwnStream])
 async def test_a_sweep_closes_what_another_replica_has_overtaken(
     database_url: str, stream_type: type[DatabaseTaskEventStream]
@@ -132,6 +133,7 @@ async def test_a_finished_one_that_the_sdk_left_behind_is_closed(sqlite_url: str
         await eventually_swept(lab.a, set())
 
 
+@pytest.mark.cancels_queries
 @pytest.mark.parametrize('evict', ['superseded', 'off'])
 async def test_a_cancel_at_the_stale_replica_keeps_the_work_of_the_other(
     database_url: str, evict: str

@@ -161,6 +161,7 @@ class Spy:
         handler.on_subscribe_to_task = count  # type: ignore[method-assign]
 
 
+@pytest.mark.cancels_queries
 async def test_mode_stale_redirects_exactly_the_taps_that_are_not_live(sqlite_url: str) -> None:
     async with cluster(sqlite_url, decorate=wrapping(mode='stale')) as lab:
         spies = [Spy(replica.stock) for replica in lab.replicas]
@@ -176,6 +177,7 @@ async def test_mode_stale_redirects_exactly_the_taps_that_are_not_live(sqlite_ur
             assert watch.timeline == ('Task(WORKING)', 'WORKING', 'COMPLETED', 'closed')
 
 
+@pytest.mark.cancels_queries
 async def test_mode_observe_leaves_the_answer_to_the_sdk_and_counts(sqlite_url: str) -> None:
     async with cluster(sqlite_url, decorate=wrapping(mode='observe')) as lab:
         spies = [Spy(replica.stock) for replica in lab.replicas]
@@ -208,6 +210,7 @@ async def test_closing_on_terminal_follows_the_task_over_its_questions(sqlite_ur
             )
 
 
+@pytest.mark.cancels_queries
 async def test_a_question_that_was_answered_already_does_not_close(sqlite_url: str) -> None:
     async with cluster(sqlite_url, decorate=wrapping(), stream_type=OwnStream) as lab:
         task = await lab.a.start('work wait=1 ask').at('1')
@@ -266,6 +269,7 @@ async def test_a_closed_stream_is_gone_in_the_same_turn_of_the_loop(lab: Cluster
     await events.aclose()
 
 
+@pytest.mark.cancels_queries
 async def test_closing_the_handler_ends_its_streams_with_an_error(sqlite_url: str) -> None:
     for stream_type in (DatabaseTaskEventStream, OwnStream):
         async with cluster(sqlite_url, decorate=wrapping(), stream_type=stream_type) as lab:
@@ -367,6 +371,7 @@ async def test_what_a_stream_raises_comes_out(lab: Cluster) -> None:
 # Rule 5: the stored task is the judge.
 
 
+@pytest.mark.cancels_queries
 @pytest.mark.parametrize('stream_type', [DatabaseTaskEventStream, OwnStream])
 async def test_a_state_that_was_never_logged_is_told_within_the_reconcile_interval(
     database_url: str, stream_type: type[DatabaseTaskEventStream]
@@ -387,6 +392,7 @@ async def test_a_state_that_was_never_logged_is_told_within_the_reconcile_interv
         assert statistics(lab.a).reconciled == 1
 
 
+@pytest.mark.cancels_queries
 @pytest.mark.parametrize('stream_type', [DatabaseTaskEventStream, OwnStream])
 async def test_a_deleted_task_ends_its_streams(
     database_url: str, stream_type: type[DatabaseTaskEventStream]

@@ -7,7 +7,7 @@ import tempfile
 import time
 import uuid
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,12 +180,24 @@ async def servers(
             await server.aclose()
 
 
-async def lags(stream: Any, into: list[float]) -> None:
-    """Reads a stream to its end and keeps how old each event was, in milliseconds."""
-    async for one in stream:
-        if isinstance(one, TaskArtifactUpdateEvent):
-            age = time.perf_counter() - float(one.artifact.parts[0].text)
-            into.append(age * 1000)
+async def lags(streams: Sequence[Any]) -> list[list[float]]:
+    """Reads streams to their ends and tells how old each event was, in milliseconds.
+
+    Only events that were enqueued after the last stream had its snapshot count.
+    """
+    await asyncio.gather(*(anext(stream) for stream in streams))
+    joined = time.perf_counter()
+
+    async def read(stream: Any) -> list[float]:
+        ages = []
+        async for one in stream:
+            if isinstance(one, TaskArtifactUpdateEvent):
+                enqueued = float(one.artifact.parts[0].text)
+                if enqueued > joined:
+                    ages.append((time.perf_counter() - enqueued) * 1000)
+        return ages
+
+    return list(await asyncio.gather(*map(read, streams)))
 
 
 @asynccontextmanager
