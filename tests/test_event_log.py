@@ -441,6 +441,12 @@ async def test_no_subscriber_no_statement(database_url: str, wrapped: Decorate) 
         assert not await count(lab.c.engine, lambda: asyncio.sleep(1.2))
 
 
+async def drop_tables(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        for name in ('task_events', 'task_versions', 'tasks'):
+            await connection.execute(text(f'DROP TABLE IF EXISTS {name}'))
+
+
 PLANS = {
     'sqlite': ('EXPLAIN QUERY PLAN ', r'USING INDEX ix_task_events_cursor', r'SCAN task_events'),
     'postgresql': ('EXPLAIN ', r'ix_task_events_cursor', r'Seq Scan on task_events'),
@@ -455,9 +461,7 @@ PLANS = {
 async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
     engine = create_async_engine(database_url)
     log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
-    async with engine.begin() as connection:
-        for name in ('task_events', 'task_versions'):
-            await connection.execute(text(f'DROP TABLE IF EXISTS {name}'))
+    await drop_tables(engine)
     await log.prepare()
     async with engine.begin() as connection:
         for task in ('long', 'other'):
@@ -504,9 +508,7 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
 
 async def test_the_index_comes_with_the_table(database_url: str) -> None:
     engine = create_async_engine(database_url)
-    async with engine.begin() as connection:
-        for name in ('task_events', 'task_versions', 'tasks'):
-            await connection.execute(text(f'DROP TABLE IF EXISTS {name}'))
+    await drop_tables(engine)
     SharedTailEventStream(engine)
     store = VersionedDatabaseTaskStore(engine)
     await store.initialize()
@@ -521,6 +523,7 @@ async def test_a_missing_index_is_named_once_and_not_built(
 ) -> None:
     engine = create_async_engine(database_url)
     log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
+    await drop_tables(engine)
     await log.prepare()
     async with engine.begin() as connection:
         on = ' ON task_events' if engine.dialect.name == 'mysql' else ''

@@ -1,5 +1,7 @@
 """Over HTTP, an error before the first event is a direct answer and not an event stream."""
 
+import asyncio
+
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,7 +18,7 @@ from a2a.utils.constants import VERSION_HEADER
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from cluster_subscribe import Settings, wrap
+from cluster_subscribe import ClusterSubscribeHandler, Settings, wrap
 from cluster_subscribe.cli.lab import Cluster
 from cluster_subscribe.cli.lab.cluster import caller, cluster
 
@@ -76,9 +78,14 @@ async def test_the_older_protocol_is_served_from_the_log_too(lab: Cluster) -> No
     task = await lab.a.turn('ask')
     turn = lab.b.start('work wait=1 work done', task)
     await turn.at('1')
-    lab.gates.open('1')
+    handler = lab.c.handler
+    assert isinstance(handler, ClusterSubscribeHandler)
     async with client(lab) as http:
-        answer = await http.post('/', json=call('tasks/resubscribe', task.id))
+        asking = asyncio.ensure_future(http.post('/', json=call('tasks/resubscribe', task.id)))
+        while not handler.statistics().open_subscriptions:  # noqa: ASYNC110 - a counter
+            await asyncio.sleep(0.01)
+        lab.gates.open('1')
+        answer = await asking
         assert 'event-stream' in answer.headers['content-type']
         assert answer.text.count('data:') >= 2
         assert '"completed"' in answer.text
