@@ -1,6 +1,7 @@
 """The front door: which command, and how it ends."""
 
 import argparse
+import os
 import signal
 import sys
 
@@ -57,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parser().parse_args(argv)
         status: int = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever reads has read enough; Python must not complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SIGNALLED + signal.SIGPIPE
     except Failure as failure:
         print(f'cluster-subscribe: {failure}', file=sys.stderr)
         return UNUSABLE

@@ -121,8 +121,8 @@ class EventLog:
         self._states = None
         if tasks is not None:
             t = table(tasks, column('id', String), column('status', JSON)).c
-            self._states = select(t.id, t.status['state'].as_string()).where(
-                _among(t.id, engine.dialect.name)
+            self._states = select(t.id, t.status['state'].as_string(), v.version).where(
+                _among(t.id, engine.dialect.name), v.task_id == t.id
             )
         e = self._events.c
         stored_version = select(v.version).where(v.task_id == bindparam('task_id'))
@@ -198,13 +198,13 @@ class EventLog:
 
     async def states(
         self, connection: AsyncConnection, task_ids: Collection[str]
-    ) -> dict[str, TaskState]:
-        """The stored state of each task that is there; empty where no task table is known."""
+    ) -> dict[str, tuple[TaskState, int]]:
+        """The stored state and version of each task; empty where no task table is known."""
         if self._states is None:
             return {}
         return {
-            task_id: _STATES[state]
-            for task_id, state in await self._of(self._states, connection, task_ids)
+            task_id: (_STATES[state], version)
+            for task_id, state, version in await self._of(self._states, connection, task_ids)
             # Rows of the protocol's older versions name states otherwise.
             if state in _STATES
         }

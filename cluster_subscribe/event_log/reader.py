@@ -124,7 +124,7 @@ class Reader:
     def _start(self) -> None:
         if self._task is None or self._task.done():
             self._task = self._background.spawn(
-                self._run(), f'reader of {self._log.table}', stop=self._stir.set
+                self._run(), f'reader of {self._log.table}', stop=self._stop
             )
         self._start_wakeup()
 
@@ -133,11 +133,12 @@ class Reader:
             self._wakeup_task = self._background.spawn(
                 self._listen(self._wakeup),
                 f'wakeups of {self._log.table}',
-                stop=self._stop_wakeup,
+                stop=self._stop,
             )
 
-    def _stop_wakeup(self) -> None:
+    def _stop(self) -> None:
         self._closing.set()
+        self._stir.set()
         if self._wakeup is not None:
             self._wakeup.stop()
 
@@ -198,7 +199,7 @@ class Reader:
                 self._log.table,
                 _brief(error),
             )
-        await asyncio.sleep(_pause(failures))
+        await within(self._closing, _pause(failures))
 
     async def _round(self, woken: dict[str, None], *, check: bool) -> None:
         if not (check or woken):
@@ -250,12 +251,13 @@ class Reader:
         states = await self._log.states(connection, list(self._watched))
         suspects, self._suspects = self._suspects, {}
         for subscriber in self._subscribers():
-            state = states.get(subscriber.task_id)
-            if state is None or state == subscriber.state or subscriber.behind:
+            state, version = states.get(subscriber.task_id, (None, None))
+            # Under another version the log has more to say, and says it by itself.
+            if state in (None, subscriber.state) or version != subscriber.cursor.version:
                 continue
             if suspects.get(subscriber) == state:
                 subscriber.doubt()
-            else:
+            elif state is not None:
                 self._suspects[subscriber] = state
 
     async def _read(self, connection: AsyncConnection, woken: Iterable[str]) -> set[Subscriber]:
