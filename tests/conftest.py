@@ -39,8 +39,8 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker('cancels_queries'):
-            ignored = 'ignore:.*was deleted before being closed:ResourceWarning'
-            item.add_marker(pytest.mark.filterwarnings(ignored))
+            for words in ('.*was deleted before being closed', 'unclosed database'):
+                item.add_marker(pytest.mark.filterwarnings(f'ignore:{words}:ResourceWarning'))
 
 
 @pytest.fixture(autouse=True)
