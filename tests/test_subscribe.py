@@ -374,10 +374,10 @@ async def test_what_a_stream_raises_comes_out(lab: Cluster) -> None:
 @pytest.mark.cancels_queries
 @pytest.mark.parametrize('stream_type', [DatabaseTaskEventStream, OwnStream])
 async def test_a_state_that_was_never_logged_is_told_within_the_reconcile_interval(
-    database_url: str, stream_type: type[DatabaseTaskEventStream]
+    sqlite_url: str, stream_type: type[DatabaseTaskEventStream]
 ) -> None:
     decorate = wrapping(reconcile_interval=0.4, poll_interval=0.1)
-    async with cluster(database_url, decorate=decorate, stream_type=stream_type) as lab:
+    async with cluster(sqlite_url, decorate=decorate, stream_type=stream_type) as lab:
         task = await lab.a.turn('work ret')
         watches = await lab.watch(task)
         stored = await lab.c.store.get(task.id, caller())
@@ -395,10 +395,10 @@ async def test_a_state_that_was_never_logged_is_told_within_the_reconcile_interv
 @pytest.mark.cancels_queries
 @pytest.mark.parametrize('stream_type', [DatabaseTaskEventStream, OwnStream])
 async def test_a_deleted_task_ends_its_streams(
-    database_url: str, stream_type: type[DatabaseTaskEventStream]
+    sqlite_url: str, stream_type: type[DatabaseTaskEventStream]
 ) -> None:
     decorate = wrapping(reconcile_interval=0.4, poll_interval=0.1)
-    async with cluster(database_url, decorate=decorate, stream_type=stream_type) as lab:
+    async with cluster(sqlite_url, decorate=decorate, stream_type=stream_type) as lab:
         task = await lab.a.turn('ask')
         watches = await lab.watch(task)
         await lab.c.store.delete(task.id, caller())
