@@ -76,7 +76,7 @@ class Feed(Protocol):
         """Ends the reading, without waiting."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where a stream gets its events, and who judges them."""
 
@@ -166,6 +166,8 @@ async def follow(
 
 class _Course:
     """Where one stream stands: what it has delivered, and what it may deliver next."""
+
+    __slots__ = ('_floor', 'position', 'state')
 
     def __init__(self, snapshot: StoredTask) -> None:
         self._floor = self.position = snapshot.version
