@@ -201,9 +201,11 @@ async def lags(streams: Sequence[Any]) -> list[list[float]]:
 
 
 @asynccontextmanager
-async def idle(server: Server, count: int, tasks: int = 1) -> AsyncIterator[list[Task]]:
-    """Subscribers that wait for paused tasks."""
-    paused = [await server.send('1 0', wait=True) for _ in range(tasks)]
+async def idle(
+    server: Server, count: int, tasks: int = 1, *, holder: Server | None = None
+) -> AsyncIterator[list[Task]]:
+    """Subscribers that wait for paused tasks, whose turns ran at the holder."""
+    paused = [await (holder or server).send('1 0', wait=True) for _ in range(tasks)]
     readers = []
 
     async def read(stream: Any) -> None:
