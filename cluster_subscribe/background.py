@@ -75,16 +75,47 @@ class Background:
             await asyncio.gather(*late, return_exceptions=True)
 
 
-async def within(event: asyncio.Event, seconds: float) -> bool:
-    """Waits until an event is set; `False` if it was not within `seconds`.
+class Signal:
+    """A flag that may be waited for, with a limit, by any number of tasks.
 
-    `asyncio.wait_for` may swallow a cancellation on the older Pythons.
+    A waiter is a bare future: `asyncio.wait_for` may swallow a cancellation on the older
+    Pythons (F8), and a task for each wait costs an event several turns of the loop.
     """
-    if event.is_set() or seconds <= 0:
-        return event.is_set()
-    waiting = asyncio.get_running_loop().create_task(event.wait())
-    try:
-        await asyncio.wait({waiting}, timeout=seconds)
-        return event.is_set()
-    finally:
-        waiting.cancel()
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def is_set(self) -> bool:
+        """Whether it is raised."""
+        return self._set
+
+    def set(self) -> None:
+        """Raises it and wakes whoever waits."""
+        self._set = True
+        for waiter in self._waiters:
+            _release(waiter)
+
+    def clear(self) -> None:
+        """Lowers it."""
+        self._set = False
+
+    async def within(self, seconds: float) -> bool:
+        """Waits until it is raised; `False` if it was not within `seconds`."""
+        if self._set or seconds <= 0:
+            return self._set
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(seconds, _release, waiter)
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiters.discard(waiter)
+        return self._set
+
+
+def _release(waiter: 'asyncio.Future[None]') -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -32,7 +32,7 @@ from a2a.types import (
 from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background, within
+from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.local_task import Verdict, evict, judge
 from cluster_subscribe.sdk import LocalTask
@@ -296,7 +296,6 @@ class ClusterSubscribeHandler(_Base):
             if not self.__in_transit[task_id]:
                 del self.__in_transit[task_id]
 
-    @validate_request_params
     async def on_subscribe_to_task(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
@@ -311,7 +310,10 @@ class ClusterSubscribeHandler(_Base):
         async with aclosing(await self.__answer(params, context)) as events:
             async for event in events:
                 yield event
+                # A stream may idle for days, and its snapshot is most of what it holds.
+                del event
 
+    @validate_request_params
     async def __answer(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
@@ -345,7 +347,12 @@ class ClusterSubscribeHandler(_Base):
         if verdict is not Verdict.ABSENT:
             self.__telemetry.redirected(task_id, verdict)
 
-        return self.__serve(stored, self.__source(stored.task.id, context, read))
+        return follow(
+            stored,
+            self.__source(stored.task.id, context, read),
+            close_on=self.__settings.close_on,
+            telemetry=self.__telemetry,
+        )
 
     def __source(
         self,
@@ -414,11 +421,11 @@ class ClusterSubscribeHandler(_Base):
             and self.__settings.mode is not Mode.OBSERVE
             and not self.__background.closed
         ):
-            stop = asyncio.Event()
+            stop = Signal()
             self.__sweeping = self.__background.spawn(self.__sweep(stop), 'sweep', stop=stop.set)
 
-    async def __sweep(self, stop: asyncio.Event) -> None:
-        while not await within(stop, self.__settings.sweep_interval):
+    async def __sweep(self, stop: Signal) -> None:
+        while not await stop.within(self.__settings.sweep_interval):
             try:
                 await self.sweep()
             except Exception:
@@ -458,21 +465,6 @@ class ClusterSubscribeHandler(_Base):
                 stored = await self.__store.get(local.active.task_id, context)
                 versions[local.active.task_id] = stored.version if stored else None
         return versions
-
-    async def __serve(self, snapshot: StoredTask, source: Source) -> AsyncGenerator[Event, None]:
-        self.__telemetry.open_subscriptions += 1
-        stream = follow(
-            snapshot, source, close_on=self.__settings.close_on, telemetry=self.__telemetry
-        )
-        # A stream may idle for days: nothing of it keeps the task alive.
-        del snapshot
-        try:
-            async with aclosing(stream) as events:
-                async for event in events:
-                    self.__telemetry.events_delivered += 1
-                    yield event
-        finally:
-            self.__telemetry.open_subscriptions -= 1
 
     async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
         if isinstance(self.__store, VersionedDatabaseTaskStore):

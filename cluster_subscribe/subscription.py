@@ -104,72 +104,91 @@ async def follow(
         TaskNotFoundError: The task was deleted, or deleted and made anew.
         EventStreamEndedError: The event stream ended before the task did.
     """
-    task_id = snapshot.task.id
     course = _Course(snapshot)
+    event: Event | None
+    versioned: VersionedEvent | None
+    stored: StoredTask | None
     doubt: StoredTask | None = None
     paused = False
 
-    async def look() -> StoredTask | None:
-        try:
-            stored = await source.read()
-        except A2AError:
-            raise
-        except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
-            telemetry.look_failed(task_id, error)
-            return None
-        if stored is None or (feed.exact and course.began_anew(stored)):
-            raise TaskNotFoundError(f'Task {task_id} was deleted')
-        return stored
-
-    yield _copy(snapshot.task)
-    del snapshot
-    feed = source.open(course.position, course.state)
+    telemetry.opened()
     try:
-        while True:
-            event: Event | None = None
-            if versioned := await feed.next():
-                doubt, paused = None, False
-                event = course.admit(versioned)
-            elif stored := await look():
-                if not course.contradicts(stored, exact=feed.exact):
-                    if paused:
-                        return
-                    doubt = None
-                elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
-                    telemetry.reconciled(task_id)
-                    event, doubt = course.restart(stored), None
-                    feed.restart(stored)
-                else:
-                    doubt = stored
-            if event is None:
-                if feed.ended:
-                    raise EventStreamEndedError(
-                        f'The event stream of task {task_id} ended before the task did'
-                    )
-                continue
+        telemetry.delivered()
+        yield _copy(snapshot.task)
+        del snapshot
+        feed = source.open(course.position, course.state)
+        try:
+            while True:
+                # Nothing that was delivered or looked at is held while waiting.
+                event = versioned = stored = None
+                if versioned := await feed.next():
+                    doubt, paused = None, False
+                    event = course.admit(versioned)
+                elif stored := await _look(source, course, telemetry, exact=feed.exact):
+                    if not course.contradicts(stored, exact=feed.exact):
+                        if paused:
+                            return
+                        doubt = None
+                    elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
+                        telemetry.reconciled(course.task_id)
+                        event, doubt = course.restart(stored), None
+                        feed.restart(stored)
+                    else:
+                        doubt = stored
+                if event is None:
+                    if feed.ended:
+                        raise EventStreamEndedError(
+                            f'The event stream of task {course.task_id} ended before the task did'
+                        )
+                    continue
 
-            yield event
+                telemetry.delivered()
+                yield event
 
-            if isinstance(event, Message) or (state := _state(event)) in TERMINAL_STATES:
-                return
-            # AUTH_REQUIRED does not pause a stream: the agent may go on by itself (A2A 7.6.1).
-            paused = (
-                close_on is CloseOn.INTERRUPTED and state == TaskState.TASK_STATE_INPUT_REQUIRED
-            )
-            if paused and feed.drained and (stored := await look()):
-                if not course.contradicts(stored, exact=feed.exact):
+                if isinstance(event, Message) or (state := _state(event)) in TERMINAL_STATES:
                     return
-                paused = False
+                # AUTH_REQUIRED does not pause a stream: the agent may go on by itself
+                # (A2A 7.6.1).
+                paused = (
+                    close_on is CloseOn.INTERRUPTED and state == TaskState.TASK_STATE_INPUT_REQUIRED
+                )
+                if (
+                    paused
+                    and feed.drained
+                    and (stored := await _look(source, course, telemetry, exact=feed.exact))
+                ):
+                    if not course.contradicts(stored, exact=feed.exact):
+                        return
+                    paused = False
+        finally:
+            feed.close()
     finally:
-        feed.close()
+        telemetry.closed()
+
+
+async def _look(
+    source: Source, course: '_Course', telemetry: Telemetry, *, exact: bool
+) -> StoredTask | None:
+    """The task as stored; `None` if the store does not answer."""
+    try:
+        stored = await source.read()
+    except A2AError:
+        raise
+    except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
+        telemetry.look_failed(course.task_id, error)
+        return None
+    if stored is None or (exact and course.began_anew(stored)):
+        raise TaskNotFoundError(f'Task {course.task_id} was deleted')
+    return stored
 
 
 class _Course:
     """Where one stream stands: what it has delivered, and what it may deliver next."""
 
-    __slots__ = ('_floor', 'position', 'state')
+    __slots__ = ('_floor', 'position', 'state', 'task_id')
 
     def __init__(self, snapshot: StoredTask) -> None:
+        self.task_id = snapshot.task.id
         self._floor = self.position = snapshot.version
         self.state = snapshot.task.status.state
 

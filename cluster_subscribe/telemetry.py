@@ -55,12 +55,24 @@ class Telemetry:
     """Counts what one handler does. Lives as long as the app."""
 
     def __init__(self) -> None:
-        self.open_subscriptions = 0
-        self.events_delivered = 0
+        self._open_subscriptions = 0
+        self._events_delivered = 0
         self._subscribes: Counter[Verdict] = Counter()
         self._redirects = 0
         self._evictions = 0
         self._reconciled = 0
+
+    def opened(self) -> None:
+        """Counts a stream that begins."""
+        self._open_subscriptions += 1
+
+    def closed(self) -> None:
+        """Counts a stream that ends, however it does."""
+        self._open_subscriptions -= 1
+
+    def delivered(self) -> None:
+        """Counts an event that is handed to a subscriber."""
+        self._events_delivered += 1
 
     def checked(self, task_id: str, verdict: Verdict) -> None:
         """Counts a verdict."""
@@ -102,10 +114,10 @@ class Telemetry:
     def statistics(self, event_log: TailStatistics | None) -> Statistics:
         """The counters as they are now."""
         return Statistics(
-            open_subscriptions=self.open_subscriptions,
+            open_subscriptions=self._open_subscriptions,
             subscribes=MappingProxyType({v: self._subscribes[v] for v in Verdict}),
             redirects=self._redirects,
-            events_delivered=self.events_delivered,
+            events_delivered=self._events_delivered,
             evictions=self._evictions,
             reconciled=self._reconciled,
             event_log=event_log,

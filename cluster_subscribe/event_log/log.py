@@ -108,7 +108,7 @@ class EventLog:
     ) -> None:
         self.engine = engine
         self._create_table = create_table
-        self._prepared = False
+        self._prepared = self._advised = False
         self._events, self._versions = _tables(events, versions)
         self._index = _index(self._events)
         if (shared := Base.metadata.tables.get(events)) is not None:
@@ -148,40 +148,47 @@ class EventLog:
                 yield await connection.execution_options(isolation_level='AUTOCOMMIT')
 
     async def prepare(self) -> None:
-        """Creates the tables if they are missing and it may; names a missing index.
-
-        The index comes only with the table: building it under a running cluster is
-        for the operator, with a statement that does not block writers.
-        """
+        """Creates the tables if they are missing and it may, the index with them."""
         if self._prepared:
             return
         async with self.engine.connect() as connection:
-            indexed = await connection.run_sync(self._indexed)
-        if indexed is None and self._create_table:
+            there = await connection.run_sync(self._is_there)
+        if not there and self._create_table:
             try:
                 async with self.engine.begin() as connection:
                     await connection.run_sync(self._events.metadata.create_all)
             except Exception:
                 async with self.engine.connect() as connection:
-                    if await connection.run_sync(self._indexed) is None:
+                    if not await connection.run_sync(self._is_there):
                         raise
                 # Another replica was quicker.
-        elif indexed is False:
+        self._prepared = True
+
+    async def advise(self) -> None:
+        """Names a missing index, once.
+
+        Building it under a running cluster is for the operator, with a statement that
+        does not block writers.
+        """
+        if self._advised:
+            return
+        async with self.engine.connect() as connection:
+            indexed = await connection.run_sync(self._is_indexed)
+        self._advised = True
+        if not indexed:
             logger.warning(
                 'Reading the log of a task with many events is slow without an index on it: %s',
                 index_statement(self._index, self.engine.dialect.name),
             )
-        self._prepared = True
 
-    def _indexed(self, connection: Connection) -> bool | None:
-        """Whether the table has the index; `None` if there is no table."""
-        inspector = inspect(connection)
-        if not inspector.has_table(self._events.name):
-            return None
+    def _is_there(self, connection: Connection) -> bool:
+        return inspect(connection).has_table(self._events.name)
+
+    def _is_indexed(self, connection: Connection) -> bool:
         wanted = [c.name for c in self._index.columns][:2]
         return any(
             index['column_names'][:2] == wanted
-            for index in inspector.get_indexes(self._events.name)
+            for index in inspect(connection).get_indexes(self._events.name)
         )
 
     async def stored(

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from cluster_subscribe.background import Background, within
+from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log.log import EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
@@ -28,6 +28,8 @@ from cluster_subscribe.settings import Settings
 
 logger = logging.getLogger(__name__)
 
+_FEW: Final = 8
+"""Tasks up to which a wakeup that names none has all their logs read."""
 _LONGEST_PAUSE: Final = 5.0
 """Seconds between two attempts to read, at most."""
 _FINAL_MYSQL_CODES: Final = frozenset({1044, 1054, 1142, 1143, 1146})
@@ -51,8 +53,8 @@ class Reader:
         self._watched: dict[str, set[Subscriber]] = {}
         self._woken: dict[str, None] = {}
         self._check_due = False
-        self._stir = asyncio.Event()
-        self._closing = asyncio.Event()
+        self._stir = Signal()
+        self._closing = Signal()
         self._task: asyncio.Task[None] | None = None
         self._wakeup_task: asyncio.Task[None] | None = None
         self.open = self.rounds = self.rows = self.reconnects = 0
@@ -91,11 +93,12 @@ class Reader:
     def wake(self, task_ids: Iterable[str] | None, source: str) -> None:
         """Takes a hint that tasks have moved; `None` for any task."""
         self.wakeups[source] += 1
-        if task_ids is None:
+        if task_ids is None and len(self._watched) > _FEW:
             self._check_due = True
             self._stir.set()
             return
-        for task_id in task_ids:
+        # A few logs are read sooner than the versions that tell which of them moved.
+        for task_id in list(self._watched) if task_ids is None else task_ids:
             if task_id in self._watched:
                 self.more(task_id)
 
@@ -157,7 +160,7 @@ class Reader:
             else:
                 return
             failures += 1
-            await within(self._closing, _pause(failures))
+            await self._closing.within(_pause(failures))
 
     async def _run(self) -> None:
         failures = 0
@@ -165,7 +168,7 @@ class Reader:
         loop = asyncio.get_running_loop()
         try:
             while self._watched and not self._background.closed:
-                await within(self._stir, due - loop.time())
+                await self._stir.within(due - loop.time())
                 check = self._check_due or loop.time() >= due
                 # Cleared before the read: a wakeup that comes now leads to another round.
                 self._check_due = False
@@ -199,7 +202,7 @@ class Reader:
                 self._log.table,
                 _brief(error),
             )
-        await within(self._closing, _pause(failures))
+        await self._closing.within(_pause(failures))
 
     async def _round(self, woken: dict[str, None], *, check: bool) -> None:
         if not (check or woken):
@@ -211,6 +214,9 @@ class Reader:
             drained = await self._read(connection, woken)
             if check and asyncio.get_running_loop().time() >= self._states_due:
                 await self._check_states(connection)
+        if check and not woken:
+            # With time to spare: it takes longer than a round.
+            await self._log.advise()
         for subscriber in drained & ahead.keys():
             # The log was read after the version: what it did not hold was never logged.
             if subscriber.cursor.version < ahead[subscriber]:

@@ -88,6 +88,7 @@ class Pace(AgentExecutor):
                     id=context.task_id,
                     context_id=context.context_id,
                     status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
+                    history=filter(None, [context.message]),
                 )
             )
         else:
@@ -202,20 +203,28 @@ async def lags(streams: Sequence[Any]) -> list[list[float]]:
 
 @asynccontextmanager
 async def idle(
-    server: Server, count: int, tasks: int = 1, *, holder: Server | None = None
+    server: Server,
+    count: int,
+    tasks: int = 1,
+    *,
+    holder: Server | None = None,
+    size: int = 0,
 ) -> AsyncIterator[list[Task]]:
-    """Subscribers that wait for paused tasks, whose turns ran at the holder."""
-    paused = [await (holder or server).send('1 0', wait=True) for _ in range(tasks)]
+    """Subscribers that wait for paused tasks of some size, whose turns ran at the holder."""
+    script = '1 0' + ' ' * size
+    paused = [await (holder or server).send(script, wait=True) for _ in range(tasks)]
     readers = []
 
     async def read(stream: Any) -> None:
         async for _ in stream:
             pass
 
-    for number in range(count):
-        stream = server.subscribe(paused[number % tasks])
-        await anext(stream)
-        readers.append(asyncio.ensure_future(read(stream)))
+    # By the handful: where the pool starves, one after the other takes minutes.
+    for start in range(0, count, 10):
+        numbers = range(start, min(start + 10, count))
+        streams = [server.subscribe(paused[number % tasks]) for number in numbers]
+        await asyncio.gather(*map(anext, streams))
+        readers += [asyncio.ensure_future(read(stream)) for stream in streams]
     try:
         yield paused
     finally:

@@ -1,6 +1,5 @@
 """PostgreSQL: LISTEN and NOTIFY on one connection of the user's own engine."""
 
-import asyncio
 import logging
 import uuid
 
@@ -10,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.background import within
+from cluster_subscribe.background import Signal
 from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 logger = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ class PostgresqlWakeup:
         # Identifiers end at 63 bytes; two tables must not share a channel by cutting.
         self._channel = f'cluster_subscribe_{sha256(table.encode()).hexdigest()[:16]}'
         self._pending: dict[str, None] = {}
-        self._stir = asyncio.Event()
+        self._stir = Signal()
         self._stopped = False
         """Set by `stop()`, and where notifications cannot arrive."""
 
@@ -56,7 +55,7 @@ class PostgresqlWakeup:
             Exception: It cannot be had.
         """
         async with detached(self._engine) as (_, raw):
-            heard = asyncio.Event()
+            heard = Signal()
             trial = f'?{uuid.uuid4().hex}'
             own = raw.get_server_pid()
 
@@ -69,7 +68,7 @@ class PostgresqlWakeup:
             raw.add_termination_listener(lambda _connection: self._stir.set())
             await raw.add_listener(self._channel, hear)
             await self._send(raw, trial)
-            if not await within(heard, _TRIAL):
+            if not await heard.within(_TRIAL):
                 self._stopped = True
                 self._pending.clear()
                 logger.warning(
@@ -83,7 +82,7 @@ class PostgresqlWakeup:
 
     async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
         while not self._stopped:
-            if not self._pending and not await within(self._stir, _LINGER) and not wanted():
+            if not self._pending and not await self._stir.within(_LINGER) and not wanted():
                 return
             self._stir.clear()
             if raw.is_closed():
