@@ -386,7 +386,7 @@ class ClusterSubscribeHandler(_Base):
         task_id = stored.task.id
         local = sdk.local_task(self.__wrapped, task_id)
         verdict = judge(local, stored.version, in_transit=task_id in self.__in_transit)
-        self.__telemetry.checked(task_id, verdict)
+        self.__telemetry.checked(task_id, verdict, stored.version)
         if local is not None:
             self.__evict(local, stored.version)
         return verdict

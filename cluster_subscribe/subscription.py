@@ -113,9 +113,10 @@ async def follow(
 
     telemetry.opened()
     try:
-        telemetry.delivered()
-        yield _copy(snapshot.task)
+        event = _copy(snapshot.task)
         del snapshot
+        telemetry.delivered(event)
+        yield event
         feed = source.open(course.position, course.state)
         try:
             while True:
@@ -142,7 +143,7 @@ async def follow(
                         )
                     continue
 
-                telemetry.delivered()
+                telemetry.delivered(event)
                 yield event
 
                 if isinstance(event, Message) or (state := _state(event)) in TERMINAL_STATES:

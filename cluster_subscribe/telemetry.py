@@ -1,15 +1,48 @@
-"""Counters and log lines."""
+"""Counters, OpenTelemetry metrics and span attributes, log lines.
+
+Every counter is kept twice: in `Statistics`, which needs nothing, and in a metric, where
+OpenTelemetry is installed. Its meter provider may be set before or after.
+"""
 
 import logging
+import time
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
+from typing import Any, Final
+
+from a2a.server.cluster import TaskVersion
+from a2a.server.events import Event
+from a2a.types import TaskStatusUpdateEvent
 
 from cluster_subscribe.local_task import Verdict
 
+try:
+    from opentelemetry import metrics, trace
+except ImportError:  # an extra of the SDK that many servers do without
+    metrics = trace = None  # type: ignore[assignment]
+
 logger = logging.getLogger('cluster_subscribe')
+
+METRICS: Final = {
+    'subscriptions.open': ('updowncounter', '{subscription}', 'Streams being served'),
+    'subscribes': ('counter', '{subscribe}', 'Subscribes that found their task'),
+    'redirects': ('counter', '{redirect}', 'Subscribes that the SDK would tie to a local tap'),
+    'events.delivered': ('counter', '{event}', 'Events handed to subscribers'),
+    'delivery.lag': ('histogram', 's', "From a status event's own timestamp to its delivery"),
+    'reconciled': ('counter', '{snapshot}', 'Snapshots sent in mid-stream'),
+    'evictions': ('counter', '{task}', 'Superseded or finished local tasks that were closed'),
+    'reader.rounds': ('counter', '{round}', 'Times that the reader went to the database'),
+    'reader.rows': ('counter', '{row}', 'Rows of the event log that were read'),
+    'reader.reconnects': ('counter', '{round}', 'Rounds that failed and were tried again'),
+    'wakeups': ('counter', '{wakeup}', 'Hints that a task has moved'),
+}
+"""Kind, unit and meaning of each metric, named below `cluster_subscribe.`."""
+_ONCE_IN: Final = 60.0
+"""Seconds in which the redirects of one task are one log line."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +84,46 @@ class Statistics:
     """The counters of the shared reader; `None` over another event stream."""
 
 
+class TailTelemetry:
+    """Counts what one reader does. Lives as long as the app."""
+
+    def __init__(self) -> None:
+        self._rounds = self._rows = self._reconnects = 0
+        self._wakeups: Counter[str] = Counter()
+
+    def round(self) -> None:
+        """Counts a visit to the database."""
+        self._rounds += 1
+        _instrument('reader.rounds').add(1)
+
+    def read(self, rows: int) -> None:
+        """Counts rows of the log."""
+        self._rows += rows
+        if rows:
+            _instrument('reader.rows').add(rows)
+
+    def reconnecting(self) -> None:
+        """Counts a round that failed and is tried again."""
+        self._reconnects += 1
+        _instrument('reader.reconnects').add(1)
+
+    def woken(self, source: str) -> None:
+        """Counts a hint that a task has moved."""
+        self._wakeups[source] += 1
+        _instrument('wakeups').add(1, {'cluster_subscribe.wakeup.source': source})
+
+    def statistics(self, *, open_subscriptions: int, watched_tasks: int) -> TailStatistics:
+        """The counters as they are now."""
+        return TailStatistics(
+            open_subscriptions=open_subscriptions,
+            watched_tasks=watched_tasks,
+            rounds=self._rounds,
+            rows=self._rows,
+            wakeups=MappingProxyType(dict(self._wakeups)),
+            reconnects=self._reconnects,
+        )
+
+
 class Telemetry:
     """Counts what one handler does. Lives as long as the app."""
 
@@ -61,45 +134,70 @@ class Telemetry:
         self._redirects = 0
         self._evictions = 0
         self._reconciled = 0
+        self._told: dict[str, float] = {}
+        """When the redirects of a task were last logged, the oldest first."""
 
     def opened(self) -> None:
         """Counts a stream that begins."""
         self._open_subscriptions += 1
+        _instrument('subscriptions.open').add(1)
 
     def closed(self) -> None:
         """Counts a stream that ends, however it does."""
         self._open_subscriptions -= 1
+        _instrument('subscriptions.open').add(-1)
 
-    def delivered(self) -> None:
+    def delivered(self, event: Event) -> None:
         """Counts an event that is handed to a subscriber."""
         self._events_delivered += 1
+        _instrument('events.delivered').add(1)
+        if isinstance(event, TaskStatusUpdateEvent) and event.status.HasField('timestamp'):
+            lag = time.time() - event.status.timestamp.ToNanoseconds() / 1e9
+            # Another machine's clock may be ahead of this one's.
+            _instrument('delivery.lag').record(max(0.0, lag))
 
-    def checked(self, task_id: str, verdict: Verdict) -> None:
-        """Counts a verdict."""
+    def checked(self, task_id: str, verdict: Verdict, version: TaskVersion) -> None:
+        """Counts a verdict and notes it on the current span."""
         self._subscribes[verdict] += 1
+        _instrument('subscribes').add(1, {'cluster_subscribe.verdict': verdict.value})
+        if trace is not None:
+            span = trace.get_current_span()
+            span.set_attribute('cluster_subscribe.verdict', verdict.value)
+            span.set_attribute('cluster_subscribe.snapshot.version', str(version))
         logger.debug('Subscribe to task %s: %s', task_id, verdict.value)
 
     def redirected(self, task_id: str, verdict: Verdict, *, observed: bool = False) -> None:
         """Counts a subscribe that the SDK ties to its local `ActiveTask`."""
         self._redirects += 1
-        if verdict is Verdict.STALE:
+        _instrument('redirects').add(1)
+        if verdict is Verdict.STALE and self._is_news(task_id):
             logger.info(
                 'Task %s has moved on at another replica; its stream %s from the event log',
                 task_id,
                 'would be served' if observed else 'is served',
+                extra={'task_id': task_id, 'verdict': verdict.value},
             )
+
+    def _is_news(self, task_id: str) -> bool:
+        now = time.monotonic()
+        while self._told and now - self._told[oldest := next(iter(self._told))] >= _ONCE_IN:
+            del self._told[oldest]
+        return self._told.setdefault(task_id, now) == now
 
     def evicted(self, task_id: str) -> None:
         """Counts an `ActiveTask` that was closed."""
         self._evictions += 1
+        _instrument('evictions').add(1)
         logger.debug('Task %s: its local copy was superseded and is closed', task_id)
 
     def reconciled(self, task_id: str) -> None:
         """Counts a snapshot sent in mid-stream."""
         self._reconciled += 1
+        _instrument('reconciled').add(1)
         logger.warning(
             'Task %s was changed without an entry in the event log; its subscriber got a snapshot',
             task_id,
+            extra={'task_id': task_id},
         )
 
     def look_failed(self, task_id: str, error: Exception) -> None:
@@ -109,6 +207,7 @@ class Telemetry:
             task_id,
             type(error).__name__,
             exc_info=logger.isEnabledFor(logging.DEBUG),
+            extra={'task_id': task_id},
         )
 
     def statistics(self, event_log: TailStatistics | None) -> Statistics:
@@ -122,3 +221,25 @@ class Telemetry:
             reconciled=self._reconciled,
             event_log=event_log,
         )
+
+
+class _Nothing:
+    """Stands for every instrument where OpenTelemetry is not installed."""
+
+    def add(self, *_: object) -> None: ...
+
+    def record(self, *_: object) -> None: ...
+
+
+@cache
+def _instrument(name: str) -> Any:
+    if metrics is None:
+        return _Nothing()
+    kind, unit, meaning = METRICS[name]
+    meter = metrics.get_meter('cluster_subscribe')
+    create = {
+        'counter': meter.create_counter,
+        'updowncounter': meter.create_up_down_counter,
+        'histogram': meter.create_histogram,
+    }[kind]
+    return create(f'cluster_subscribe.{name}', unit=unit, description=meaning)

@@ -44,6 +44,7 @@ from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEvent
 from cluster_subscribe.cli.lab import FAULTS, ScriptedAgent, label
 from cluster_subscribe.cli.lab.cluster import agent_card
 from cluster_subscribe.event_log.log import index_statement
+from cluster_subscribe.telemetry import METRICS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / 'README.md'
@@ -287,6 +288,18 @@ def test_every_setting_is_listed_with_its_values_and_its_default(document: Path)
             f'{default:g}' if isinstance(default, float) else f'{default}',
         )
     assert listed == expected
+
+
+def test_every_metric_is_listed_with_its_kind_and_unit() -> None:
+    listed = {
+        cells[0].strip('`'): tuple(cells[1:])
+        for cells in rows(DOCS / 'operations.md', r'`cluster_subscribe\.[a-z.]+`')
+    }
+    assert listed.keys() == {f'cluster_subscribe.{name}' for name in METRICS}
+    for name, (kind, unit, meaning) in METRICS.items():
+        told = listed[f'cluster_subscribe.{name}']
+        assert (told[0], told[1].strip('`')) == (kind, unit)
+        assert told[2].startswith(meaning)
 
 
 def test_every_fault_is_listed_by_number_and_title() -> None:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import random
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import Final
 
@@ -25,6 +24,7 @@ from cluster_subscribe.event_log.log import EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
 from cluster_subscribe.settings import Settings
+from cluster_subscribe.telemetry import TailStatistics, TailTelemetry
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +57,20 @@ class Reader:
         self._closing = Signal()
         self._task: asyncio.Task[None] | None = None
         self._wakeup_task: asyncio.Task[None] | None = None
-        self.open = self.rounds = self.rows = self.reconnects = 0
-        self.wakeups: Counter[str] = Counter()
+        self._open = 0
+        self._telemetry = TailTelemetry()
 
-    @property
-    def watched_tasks(self) -> int:
-        """How many tasks have an open stream."""
-        return len(self._watched)
+    def statistics(self) -> TailStatistics:
+        """The counters as they are now."""
+        return self._telemetry.statistics(
+            open_subscriptions=self._open, watched_tasks=len(self._watched)
+        )
 
     def join(self, subscriber: Subscriber) -> None:
         """Begins to feed a stream."""
         self._start()
         self._watched.setdefault(subscriber.task_id, set()).add(subscriber)
-        self.open += 1
+        self._open += 1
         # What was committed between its snapshot and now.
         self.more(subscriber.task_id)
 
@@ -79,7 +80,7 @@ class Reader:
         if streams is None or subscriber not in streams:
             return
         streams.discard(subscriber)
-        self.open -= 1
+        self._open -= 1
         if not streams:
             del self._watched[subscriber.task_id]
             self._woken.pop(subscriber.task_id, None)
@@ -92,7 +93,7 @@ class Reader:
 
     def wake(self, task_ids: Iterable[str] | None, source: str) -> None:
         """Takes a hint that tasks have moved; `None` for any task."""
-        self.wakeups[source] += 1
+        self._telemetry.woken(source)
         if task_ids is None and len(self._watched) > _FEW:
             self._check_due = True
             self._stir.set()
@@ -102,8 +103,9 @@ class Reader:
             if task_id in self._watched:
                 self.more(task_id)
 
-    def notify(self, task_id: str) -> None:
-        """Hints to the other replicas that a task has moved."""
+    def moved(self, task_id: str, source: str) -> None:
+        """Takes the hint that this replica moved a task, and hints to the others."""
+        self.wake((task_id,), source)
         if self._wakeup is not None and self._wakeup.notifies and not self._background.closed:
             self._wakeup.notify(task_id)
             self._start_wakeup()
@@ -195,7 +197,7 @@ class Reader:
             self.fail('The server is stopping')
 
     async def _wait_after(self, error: Exception, failures: int) -> None:
-        self.reconnects += 1
+        self._telemetry.reconnecting()
         if failures == 1:
             logger.warning(
                 'Reading the event log %s failed (%s); its streams wait until it can be read',
@@ -207,7 +209,7 @@ class Reader:
     async def _round(self, woken: dict[str, None], *, check: bool) -> None:
         if not (check or woken):
             return
-        self.rounds += 1
+        self._telemetry.round()
         await self._log.prepare()
         async with self._log.connect() as connection:
             ahead = await self._check(connection, woken) if check else {}
@@ -289,7 +291,7 @@ class Reader:
         for page, rows in zip(
             pages, await self._log.pages(connection, pages, self.page_size), strict=True
         ):
-            self.rows += len(rows)
+            self._telemetry.read(len(rows))
             if any(row.of_earlier_life for row in rows):
                 await self._set_floor(connection, page, planned[page])
                 continue

@@ -1,7 +1,8 @@
 """`SharedTailEventStream`: the SDK's event log, read once per replica."""
 
+import asyncio
+
 from collections.abc import AsyncGenerator, Collection
-from types import MappingProxyType
 
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
 from a2a.types import TaskState
@@ -71,8 +72,8 @@ class SharedTailEventStream(TaskEventStream):
 
     def wake(self, task_id: str, source: str) -> None:
         """Hints that a task has moved, to the streams here and on the other replicas."""
-        self._reader.wake((task_id,), source)
-        self._reader.notify(task_id)
+        # In the loop's next turn: the agent waits for this one.
+        asyncio.get_running_loop().call_soon(self._reader.moved, task_id, source)
 
     def open(
         self,
@@ -137,15 +138,7 @@ class SharedTailEventStream(TaskEventStream):
 
     def statistics(self) -> TailStatistics:
         """The counters of this event stream."""
-        reader = self._reader
-        return TailStatistics(
-            open_subscriptions=reader.open,
-            watched_tasks=reader.watched_tasks,
-            rounds=reader.rounds,
-            rows=reader.rows,
-            wakeups=MappingProxyType(dict(reader.wakeups)),
-            reconnects=reader.reconnects,
-        )
+        return self._reader.statistics()
 
     async def aclose(self) -> None:
         """Ends every open stream with an error, and every task and connection of its own."""
