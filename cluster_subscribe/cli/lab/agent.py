@@ -138,10 +138,10 @@ class ScriptedAgent(AgentExecutor):
 
 def _status(context: RequestContext, state: TaskState, text: str = '') -> TaskStatusUpdateEvent:
     message = Message(role=Role.ROLE_AGENT, message_id=uuid.uuid4().hex, parts=[Part(text=text)])
+    status = TaskStatus(state=state, message=message if text else None)
+    status.timestamp.GetCurrentTime()
     return TaskStatusUpdateEvent(
-        task_id=context.task_id,
-        context_id=context.context_id,
-        status=TaskStatus(state=state, message=message if text else None),
+        task_id=context.task_id, context_id=context.context_id, status=status
     )
 
 
