@@ -231,11 +231,9 @@ class Reader:
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)
-            if task is None:
+            if task is None or task.owner != subscriber.owner or task.version < cursor.version:
                 if cursor.version:
                     subscriber.doubt(gone=True)
-            elif task.owner != subscriber.owner or task.version < cursor.version:
-                subscriber.doubt(gone=True)
             elif task.version > cursor.version:
                 woken[subscriber.task_id] = None
                 ahead[subscriber] = task.version
