@@ -475,9 +475,15 @@ class ClusterSubscribeHandler(_Base):
             self.__telemetry.open_subscriptions -= 1
 
     async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        if '\0' in task_id:
+            # PostgreSQL refuses to look for it.
+            return None
         if isinstance(self.__store, VersionedDatabaseTaskStore):
             await _create_tables(self.__store)
-        return await self.__store.get(task_id, context)
+        stored = await self.__store.get(task_id, context)
+        if stored is None or await sdk.exact(self.__store, task_id, context):
+            return stored
+        return None
 
 
 async def _create_tables(store: VersionedDatabaseTaskStore) -> None:
