@@ -136,7 +136,7 @@ async def follow(
                         return
                     doubt = None
                 elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
-                    telemetry.reconciled(task_id)
+                    telemetry.reconciled(task_id, stored.version)
                     event, doubt = course.restart(stored), None
                     feed.restart(stored)
                 else:

@@ -3,13 +3,35 @@
 import logging
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
+
+from a2a.server.cluster import TaskVersion
 
 from cluster_subscribe.local_task import Verdict
 
 logger = logging.getLogger('cluster_subscribe')
+
+_REMEMBERED: Final = 1024
+"""How many things a `Once` knows to be said."""
+
+
+class Once:
+    """Knows what was said lately, so that many streams say it once."""
+
+    def __init__(self) -> None:
+        self._said: dict[Hashable, None] = {}
+
+    def __call__(self, *what: Hashable) -> bool:
+        """Whether this is still to be said; from now on it is not."""
+        if what in self._said:
+            return False
+        self._said[what] = None
+        if len(self._said) > _REMEMBERED:
+            del self._said[next(iter(self._said))]
+        return True
 
 
 @dataclass(frozen=True)
@@ -61,6 +83,7 @@ class Telemetry:
         self._redirects = 0
         self._evictions = 0
         self._reconciled = 0
+        self._once = Once()
 
     def checked(self, task_id: str, verdict: Verdict) -> None:
         """Counts a verdict."""
@@ -82,13 +105,15 @@ class Telemetry:
         self._evictions += 1
         logger.debug('Task %s: its local copy was superseded and is closed', task_id)
 
-    def reconciled(self, task_id: str) -> None:
-        """Counts a snapshot sent in mid-stream."""
+    def reconciled(self, task_id: str, version: TaskVersion) -> None:
+        """Counts a snapshot sent in mid-stream, of the task at a version."""
         self._reconciled += 1
-        logger.warning(
-            'Task %s was changed without an entry in the event log; its subscriber got a snapshot',
-            task_id,
-        )
+        if self._once(task_id, version):
+            logger.warning(
+                'Task %s was changed without an entry in the event log; '
+                'its subscriber got a snapshot',
+                task_id,
+            )
 
     def look_failed(self, task_id: str, error: Exception) -> None:
         """Notes that a stream could not compare itself with the store."""
