@@ -34,6 +34,7 @@ from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, within
 from cluster_subscribe.event_log import SharedTailEventStream
+from cluster_subscribe.event_log.log import findable
 from cluster_subscribe.local_task import Verdict, evict, judge
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
@@ -475,8 +476,7 @@ class ClusterSubscribeHandler(_Base):
             self.__telemetry.open_subscriptions -= 1
 
     async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
-        if '\0' in task_id:
-            # PostgreSQL refuses to look for it.
+        if not findable(task_id):
             return None
         if isinstance(self.__store, VersionedDatabaseTaskStore):
             await _create_tables(self.__store)
