@@ -205,25 +205,6 @@ async def test_a_log_pruned_behind_a_reader_makes_it_look(
     subscriber.close()
 
 
-@pytest.mark.parametrize('data', [b'\xff\xff no protobuf', b''], ids=['garbage', 'empty'])
-async def test_a_row_that_is_no_event_makes_its_own_stream_look_and_no_other(
-    data: bytes, writer: Writer, tail: SharedTailEventStream, caplog: pytest.LogCaptureFixture
-) -> None:
-    spoilt, sound = await writer.begin('spoilt'), await writer.begin('sound')
-    await writer.say('a', task_id='spoilt')
-    await writer.execute(
-        "UPDATE task_events SET event_data = :data WHERE task_id = 'spoilt' AND task_version = 2",
-        data=data,
-    )
-    one, other = tail.open('spoilt', spoilt, 'user'), tail.open('sound', sound, 'user')
-    assert await take(one) == ['look']
-    await writer.say('b', task_id='sound')
-    assert await take(other) == ['art b']
-    assert 'a row that is no event' in caplog.text
-    one.close()
-    other.close()
-
-
 async def test_a_deleted_task_makes_the_stream_look(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
