@@ -34,6 +34,7 @@ from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.event_log import SharedTailEventStream
+from cluster_subscribe.event_log.log import findable
 from cluster_subscribe.local_task import Verdict, evict, judge
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
@@ -467,9 +468,14 @@ class ClusterSubscribeHandler(_Base):
         return versions
 
     async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        if not findable(task_id):
+            return None
         if isinstance(self.__store, VersionedDatabaseTaskStore):
             await _create_tables(self.__store)
-        return await self.__store.get(task_id, context)
+        stored = await self.__store.get(task_id, context)
+        if stored is None or await sdk.exact(self.__store, task_id, context):
+            return stored
+        return None
 
 
 async def _create_tables(store: VersionedDatabaseTaskStore) -> None:

@@ -24,7 +24,7 @@ from a2a.server.cluster import (
 )
 from a2a.server.context import ServerCallContext
 from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
-from sqlalchemy import make_url
+from sqlalchemy import make_url, select
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -214,6 +214,21 @@ def owner(store: VersionedTaskStore, context: ServerCallContext) -> str | None:
     if not isinstance(store, VersionedDatabaseTaskStore):
         return None
     return _known(lambda: store._db.owner_resolver(context))
+
+
+async def exact(store: VersionedTaskStore, task_id: str, context: ServerCallContext) -> bool:
+    """Whether the task that a store finds has this very id, and this very caller owns it.
+
+    MySQL compares loosely (letter case, accents, trailing blanks), and so does the SDK's
+    store there.
+    """
+    db = _known(lambda: store._db) if isinstance(store, VersionedDatabaseTaskStore) else None
+    if db is None or db.engine.dialect.name in ('sqlite', 'postgresql'):
+        return True
+    model = db.task_model
+    found = select(model.id, model.owner).where(model.id == task_id)
+    async with db.engine.connect() as connection:
+        return (task_id, db.owner_resolver(context)) in (await connection.execute(found)).all()
 
 
 class Tables(NamedTuple):

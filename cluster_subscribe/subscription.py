@@ -131,7 +131,7 @@ async def follow(
                             return
                         doubt = None
                     elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
-                        telemetry.reconciled(course.task_id)
+                        telemetry.reconciled(course.task_id, stored.version)
                         event, doubt = course.restart(stored), None
                         feed.restart(stored)
                     else:

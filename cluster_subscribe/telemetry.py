@@ -8,7 +8,7 @@ import logging
 import time
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -43,6 +43,24 @@ METRICS: Final = {
 """Kind, unit and meaning of each metric, named below `cluster_subscribe.`."""
 _ONCE_IN: Final = 60.0
 """Seconds in which the redirects of one task are one log line."""
+_REMEMBERED: Final = 1024
+"""How many things a `Once` knows to be said."""
+
+
+class Once:
+    """Knows what was said lately, so that many streams say it once."""
+
+    def __init__(self) -> None:
+        self._said: dict[Hashable, None] = {}
+
+    def __call__(self, *what: Hashable) -> bool:
+        """Whether this is still to be said; from now on it is not."""
+        if what in self._said:
+            return False
+        self._said[what] = None
+        if len(self._said) > _REMEMBERED:
+            del self._said[next(iter(self._said))]
+        return True
 
 
 @dataclass(frozen=True)
@@ -136,6 +154,7 @@ class Telemetry:
         self._reconciled = 0
         self._told: dict[str, float] = {}
         """When the redirects of a task were last logged, the oldest first."""
+        self._once = Once()
 
     def opened(self) -> None:
         """Counts a stream that begins."""
@@ -190,15 +209,17 @@ class Telemetry:
         _instrument('evictions').add(1)
         logger.debug('Task %s: its local copy was superseded and is closed', task_id)
 
-    def reconciled(self, task_id: str) -> None:
-        """Counts a snapshot sent in mid-stream."""
+    def reconciled(self, task_id: str, version: TaskVersion) -> None:
+        """Counts a snapshot sent in mid-stream, of the task at a version."""
         self._reconciled += 1
         _instrument('reconciled').add(1)
-        logger.warning(
-            'Task %s was changed without an entry in the event log; its subscriber got a snapshot',
-            task_id,
-            extra={'task_id': task_id},
-        )
+        if self._once(task_id, version):
+            logger.warning(
+                'Task %s was changed without an entry in the event log; '
+                'its subscriber got a snapshot',
+                task_id,
+                extra={'task_id': task_id},
+            )
 
     def look_failed(self, task_id: str, error: Exception) -> None:
         """Notes that a stream could not compare itself with the store."""

@@ -25,8 +25,9 @@ from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import Settings, wrap
+from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe.cli.lab import Decorate
+from tests.writer import Writer
 
 
 @pytest.fixture(autouse=True)
@@ -155,3 +156,22 @@ async def database_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 def wrapped() -> Decorate:
     """Wraps a handler with the settings' defaults."""
     return partial(wrap, settings=Settings(reconcile_interval=3))
+
+
+@pytest.fixture
+async def writer(database_url: str) -> AsyncIterator[Writer]:
+    """Writes to a database that has the tables."""
+    made = Writer(database_url)
+    await made.store.initialize()
+    yield made
+    await made.engine.dispose()
+
+
+@pytest.fixture
+async def tail(writer: Writer) -> AsyncIterator[SharedTailEventStream]:
+    """The shared tail over the writer's database, on an engine of its own."""
+    engine = create_async_engine(writer.engine.url)
+    made = SharedTailEventStream(engine, settings=Settings(poll_interval=0.05))
+    yield made
+    await made.aclose()
+    await engine.dispose()

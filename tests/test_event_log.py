@@ -6,7 +6,7 @@ import random
 import re
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from a2a.server.cluster import (
 )
 from a2a.server.events import Event
 from a2a.types import (
-    Artifact,
     Part,
     Task,
     TaskArtifactUpdateEvent,
@@ -37,95 +36,16 @@ from cluster_subscribe import (
     EventStreamEndedError,
     Settings,
     SharedTailEventStream,
-    wrap,
 )
 from cluster_subscribe.cli.lab import Cluster, Decorate, label
 from cluster_subscribe.cli.lab.cluster import caller, cluster
 from cluster_subscribe.event_log import log as event_log
 from cluster_subscribe.event_log.log import Cursor, EventLog, Page
-from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
+from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
 
-BACKSTOP = 60
 FAST = {'poll_interval': 0.1, 'reconcile_interval': 0.4}
-
-
-def wrapping(**settings: Any) -> Decorate:
-    return lambda handler: wrap(handler, settings=Settings(**settings))
-
-
-class Writer:
-    """Writes tasks and their log as the SDK's store does, without an agent."""
-
-    def __init__(self, url: str) -> None:
-        self.engine = create_async_engine(url)
-        self.store = VersionedDatabaseTaskStore(self.engine)
-
-    async def begin(self, task_id: str = 'task', user: str = 'user') -> TaskVersion:
-        task = Task(
-            id=task_id, context_id='c', status=TaskStatus(state=TaskState.TASK_STATE_WORKING)
-        )
-        return await self.store.save(
-            task, event=task, prev_version=TaskVersion.MISSING, context=caller(user)
-        )
-
-    async def say(
-        self, *texts: str, task_id: str = 'task', user: str = 'user', logged: bool = True
-    ) -> TaskVersion:
-        version = TaskVersion.MISSING
-        for said in texts:
-            stored = await self.store.get(task_id, caller(user))
-            assert stored is not None
-            event = TaskArtifactUpdateEvent(
-                task_id=task_id,
-                context_id='c',
-                artifact=Artifact(artifact_id=said, parts=[Part(text=said)]),
-            )
-            version = await self.store.save(
-                stored.task,
-                event=event if logged else None,
-                prev_version=stored.version,
-                context=caller(user),
-            )
-        return version
-
-    async def execute(self, statement: str, **values: object) -> None:
-        async with self.engine.begin() as connection:
-            await connection.execute(text(statement), values)
-
-
-@pytest.fixture
-async def writer(database_url: str) -> AsyncIterator[Writer]:
-    made = Writer(database_url)
-    await made.store.initialize()
-    yield made
-    await made.engine.dispose()
-
-
-@pytest.fixture
-async def tail(writer: Writer) -> AsyncIterator[SharedTailEventStream]:
-    engine = create_async_engine(writer.engine.url)
-    made = SharedTailEventStream(engine, settings=Settings(poll_interval=0.05))
-    yield made
-    await made.aclose()
-    await engine.dispose()
-
-
-async def take(subscriber: Subscriber, count: int = 1) -> list[str]:
-    taken = []
-    for _ in range(count):
-        versioned = await asyncio.wait_for(subscriber.next(), BACKSTOP)
-        taken.append('look' if versioned is None else label(versioned.event))
-    return taken
-
-
-async def eventually(happened: Callable[[], object]) -> None:
-    for _ in range(BACKSTOP * 100):
-        if happened():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError('It never happened')
 
 
 # Exactly once, in order.
@@ -284,25 +204,6 @@ async def test_a_log_pruned_behind_a_reader_makes_it_look(
     subscriber = tail.open('task', version, 'user')
     assert await take(subscriber) == ['look']
     subscriber.close()
-
-
-@pytest.mark.parametrize('data', [b'\xff\xff no protobuf', b''], ids=['garbage', 'empty'])
-async def test_a_row_that_is_no_event_makes_its_own_stream_look_and_no_other(
-    data: bytes, writer: Writer, tail: SharedTailEventStream, caplog: pytest.LogCaptureFixture
-) -> None:
-    spoilt, sound = await writer.begin('spoilt'), await writer.begin('sound')
-    await writer.say('a', task_id='spoilt')
-    await writer.execute(
-        "UPDATE task_events SET event_data = :data WHERE task_id = 'spoilt' AND task_version = 2",
-        data=data,
-    )
-    one, other = tail.open('spoilt', spoilt, 'user'), tail.open('sound', sound, 'user')
-    assert await take(one) == ['look']
-    await writer.say('b', task_id='sound')
-    assert await take(other) == ['art b']
-    assert 'a row that is no event' in caplog.text
-    one.close()
-    other.close()
 
 
 async def test_a_deleted_task_makes_the_stream_look(

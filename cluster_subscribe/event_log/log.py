@@ -243,8 +243,9 @@ class EventLog:
             for number, task_id, version, seq, owner, data, stored in await connection.execute(
                 self._pages(len(pages)), values
             ):
-                # MySQL compares loosely: letter case and trailing blanks.
-                if task_id == pages[number].task_id:
+                # MySQL compares loosely: letter case and trailing blanks. SQLite's columns hold
+                # values of any type; a row without a place in the order is no row.
+                if task_id == pages[number].task_id and isinstance(version, int):
                     found[number].append(Row(Cursor(version, seq), owner, data, stored))
             answer += found
         return answer
@@ -295,6 +296,11 @@ class EventLog:
             .order_by(c.task_version, c.seq)
             .limit(bindparam('limit', type_=Integer))
         )
+
+
+def findable(task_id: str) -> bool:
+    """Whether a database can look for an id: none takes half a surrogate, PostgreSQL no NUL."""
+    return '\0' not in task_id and task_id.encode(errors='ignore').decode() == task_id
 
 
 def index_statement(index: Index, dialect: str) -> str:

@@ -24,7 +24,7 @@ from cluster_subscribe.event_log.log import EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
 from cluster_subscribe.settings import Settings
-from cluster_subscribe.telemetry import TailStatistics, TailTelemetry
+from cluster_subscribe.telemetry import Once, TailStatistics, TailTelemetry
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class Reader:
         self._wakeup_task: asyncio.Task[None] | None = None
         self._open = 0
         self._telemetry = TailTelemetry()
+        self._once = Once()
 
     def statistics(self) -> TailStatistics:
         """The counters as they are now."""
@@ -239,11 +240,9 @@ class Reader:
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)
-            if task is None:
+            if task is None or task.owner != subscriber.owner or task.version < cursor.version:
                 if cursor.version:
                     subscriber.doubt(gone=True)
-            elif task.owner != subscriber.owner or task.version < cursor.version:
-                subscriber.doubt(gone=True)
             elif task.version > cursor.version:
                 woken[subscriber.task_id] = None
                 ahead[subscriber] = task.version
@@ -284,7 +283,7 @@ class Reader:
 
         def decode(row: Row) -> Event | None:
             if row.cursor.seq not in decoded:
-                decoded[row.cursor.seq] = _event(row)
+                decoded[row.cursor.seq] = self._event(row)
             return decoded[row.cursor.seq]
 
         pages = list(planned)
@@ -301,6 +300,19 @@ class Reader:
                     if not subscriber.behind:
                         drained.add(subscriber)
         return drained
+
+    def _event(self, row: Row) -> Event | None:
+        try:
+            response = StreamResponse.FromString(row.data)
+            if kind := response.WhichOneof('payload'):
+                event: Event = getattr(response, kind)
+                return event
+        # SQLite's columns hold values of any type.
+        except (DecodeError, TypeError):
+            pass
+        if self._once(row.cursor.seq):
+            logger.warning('The event log has a row that is no event (seq %d)', row.cursor.seq)
+        return None
 
     async def _set_floor(
         self, connection: AsyncConnection, page: Page, subscribers: Iterable[Subscriber]
@@ -343,15 +355,3 @@ def _brief(error: Exception) -> str:
     """An error in one line, without the statement and its parameters."""
     cause = getattr(error, 'orig', None) or error
     return f'{type(cause).__name__}: {cause}'.splitlines()[0]
-
-
-def _event(row: Row) -> Event | None:
-    try:
-        response = StreamResponse.FromString(row.data)
-        if kind := response.WhichOneof('payload'):
-            event: Event = getattr(response, kind)
-            return event
-    except DecodeError:
-        pass
-    logger.warning('The event log has a row that is no event (seq %d)', row.cursor.seq)
-    return None

@@ -6,11 +6,12 @@ from collections.abc import AsyncGenerator, Collection
 
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
 from a2a.types import TaskState
+from a2a.utils.errors import TaskNotFoundError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
-from cluster_subscribe.event_log.log import Cursor, EventLog, Stored
+from cluster_subscribe.event_log.log import Cursor, EventLog, Stored, findable
 from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
@@ -96,8 +97,12 @@ class SharedTailEventStream(TaskEventStream):
 
         Raises:
             EventStreamEndedError: After `aclose()`.
+            TaskNotFoundError: No database can look for the id.
             TypeError: The version is not an integer.
         """
+        # One that it refuses would stop the reader for all streams.
+        if not findable(task_id):
+            raise TaskNotFoundError
         cursor = Cursor.behind(sdk.version_number(after))
         subscriber = Subscriber(task_id, owner, cursor, self._reader, strict=strict)
         subscriber.state = state
@@ -116,10 +121,11 @@ class SharedTailEventStream(TaskEventStream):
                 when not given.
 
         Raises:
-            TaskNotFoundError: The task was deleted, or deleted and made anew.
+            TaskNotFoundError: The task was deleted, or deleted and made anew; or no
+                database can look for its id.
             EventStreamEndedError: The log cannot be read, or the server is stopping.
         """
-        if owner is None:
+        if owner is None and findable(task_id):
             stored = await self.stored([task_id])
             owner = stored[task_id].owner if task_id in stored else None
         subscriber = self.open(task_id, after, owner, strict=False)
