@@ -41,8 +41,6 @@ METRICS: Final = {
     'wakeups': ('counter', '{wakeup}', 'Hints that a task has moved'),
 }
 """Kind, unit and meaning of each metric, named below `cluster_subscribe.`."""
-_ONCE_IN: Final = 60.0
-"""Seconds in which the redirects of one task are one log line."""
 _REMEMBERED: Final = 1024
 """How many things a `Once` knows to be said."""
 
@@ -152,8 +150,6 @@ class Telemetry:
         self._redirects = 0
         self._evictions = 0
         self._reconciled = 0
-        self._told: dict[str, float] = {}
-        """When the redirects of a task were last logged, the oldest first."""
         self._once = Once()
 
     def opened(self) -> None:
@@ -189,19 +185,13 @@ class Telemetry:
         """Counts a subscribe that the SDK ties to its local `ActiveTask`."""
         self._redirects += 1
         _instrument('redirects').add(1)
-        if verdict is Verdict.STALE and self._is_news(task_id):
+        if verdict is Verdict.STALE and self._once(task_id, int(time.monotonic() / 60)):
             logger.info(
                 'Task %s has moved on at another replica; its stream %s from the event log',
                 task_id,
                 'would be served' if observed else 'is served',
                 extra={'task_id': task_id, 'verdict': verdict.value},
             )
-
-    def _is_news(self, task_id: str) -> bool:
-        now = time.monotonic()
-        while self._told and now - self._told[oldest := next(iter(self._told))] >= _ONCE_IN:
-            del self._told[oldest]
-        return self._told.setdefault(task_id, now) == now
 
     def evicted(self, task_id: str) -> None:
         """Counts an `ActiveTask` that was closed."""
