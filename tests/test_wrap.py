@@ -7,6 +7,8 @@ import sys
 import textwrap
 import threading
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +29,13 @@ from cluster_subscribe import (
     SettingsError,
     SharedTailEventStream,
     UnsupportedHandlerError,
+    sdk,
     wrap,
 )
 from cluster_subscribe.cli.lab import ScriptedAgent
 from cluster_subscribe.cli.lab.cluster import agent_card
+from cluster_subscribe.sdk import PRIVATE_ATTRIBUTES, PrivateAttribute
+from tests.meet import is_there
 
 
 def engine_of(url: str) -> AsyncEngine:
@@ -279,3 +284,16 @@ def test_a_method_that_a_later_sdk_adds_is_delegated() -> None:
         [sys.executable, '-c', textwrap.dedent(script)], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize('attribute', PRIVATE_ATTRIBUTES, ids=lambda one: one.name)
+def test_a_private_attribute_is_there_and_is_used(attribute: PrivateAttribute) -> None:
+    assert is_there(attribute)
+    assert f'.{attribute.name}' in Path(sdk.__file__).read_text()
+
+
+def test_a_private_attribute_that_is_gone_shows() -> None:
+    for attribute in PRIVATE_ATTRIBUTES:
+        assert not is_there(replace(attribute, name=f'{attribute.name}_of_old'))
+        assert not is_there(replace(attribute, owner=f'{attribute.owner}OfOld'))
+    assert not is_there(replace(PRIVATE_ATTRIBUTES[0], owner='a2a.nowhere.Handler'))
