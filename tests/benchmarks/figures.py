@@ -22,9 +22,10 @@ from a2a.types import (
     TaskState,
     TaskStatus,
 )
-from sqlalchemy import insert, select, update
+from sqlalchemy import insert, select, text, update
 
-from cluster_subscribe import ClusterSubscribeHandler
+from cluster_subscribe import ClusterSubscribeHandler, SharedTailEventStream
+from cluster_subscribe.event_log.wakeup import PostgresqlWakeup
 from tests.benchmarks.measure import (
     CONTEXT,
     Counted,
@@ -292,6 +293,29 @@ async def calls(url: str, runs: int) -> list[Figure]:
     return [snapshot, get, publish]
 
 
+async def hints(url: str, runs: int) -> list[Figure]:
+    """What a replica pays for a notification about a task that nobody watches there."""
+    if not url.startswith('postgresql'):
+        return []
+    heard = Figure('a notification that is not for this replica', 'us of a core')
+    count = 20_000
+    async with servers(url, 2, ours=True) as (server, other), idle(server, 1, holder=other):
+        tail = server.stock._event_stream
+        assert isinstance(tail, SharedTailEventStream)
+        wakeup = tail._reader._wakeup
+        assert isinstance(wakeup, PostgresqlWakeup)
+        send = text('SELECT count(pg_notify(:channel, n::text)) FROM generate_series(1, :count) n')
+        for _ in range(runs):
+            already = tail.statistics().wakeups['notify'] if heard.ours else 0
+            began = time.process_time()
+            async with other.engine.begin() as connection:
+                await connection.execute(send, {'channel': wakeup._channel, 'count': count})
+            while tail.statistics().wakeups.get('notify', 0) < already + count:  # noqa: ASYNC110 - a counter
+                await asyncio.sleep(0.01)
+            heard.ours.append((time.process_time() - began) / count * 1e6)
+    return [heard]
+
+
 async def zombies(url: str, runs: int) -> list[Figure]:
     """Ten thousand tasks whose second turn ran elsewhere: what the first replica keeps (F15)."""
     del runs
@@ -372,6 +396,7 @@ FIGURES: Final[dict[str, Callable[[str, int], Awaitable[list[Figure]]]]] = {
     'long-task': long_task,
     'backlog': backlog,
     'calls': calls,
+    'hints': hints,
     'cancels': cancels,
     'zombies': zombies,
 }
