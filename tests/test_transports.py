@@ -262,7 +262,7 @@ async def results(
 RIGHT: Final = {name: {right} for name, (_, right) in REQUIREMENTS.items()}
 
 
-@over
+@pytest.mark.parametrize('name', TRANSPORTS if EVERYTHING else ['jsonrpc', 'rest', 'grpc'])
 async def test_three_replicas_behind_a_balancer_are_like_one_process(
     name: str, sqlite_url: str
 ) -> None:

@@ -31,7 +31,6 @@ from a2a.server.routes import (
 )
 from a2a.types import (
     AgentCard,
-    AgentInterface,
     CancelTaskRequest,
     SendMessageRequest,
     StreamResponse,
@@ -206,12 +205,8 @@ class _GetTransport(RestTransport):
 async def connect(address: str, transport: Transport) -> AsyncIterator[Client]:
     """The SDK's own client."""
     card = agent_card(address)
-    del card.supported_interfaces[:]
-    card.supported_interfaces.append(
-        AgentInterface(
-            url=address, protocol_binding=transport.binding, protocol_version=transport.version
-        )
-    )
+    [interface] = card.supported_interfaces
+    interface.protocol_binding, interface.protocol_version = transport.binding, transport.version
     async with http_client() as http:
         config = ClientConfig(
             httpx_client=http,
