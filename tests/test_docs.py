@@ -4,9 +4,13 @@ import ast
 import asyncio
 import importlib
 import inspect
+import os
 import re
+import shutil
+import signal
 import socket
 import sys
+import tempfile
 import textwrap
 import threading
 import uuid
@@ -17,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 import uvicorn
@@ -223,7 +228,7 @@ async def test_a_grpc_server_tells_a_client_at_one_replica_what_happens_at_anoth
 ) -> None:
     app, card = example('grpc_app'), example('booking').card
     config = ClientConfig(
-        grpc_channel_factory=importlib.import_module('grpc.aio').insecure_channel,
+        grpc_channel_factory=grpc.aio.insecure_channel,
         supported_protocol_bindings=['GRPC'],
     )
     async with app.replica('127.0.0.1:0') as at_a, app.replica('127.0.0.1:0') as at_b:
@@ -233,6 +238,88 @@ async def test_a_grpc_server_tells_a_client_at_one_replica_what_happens_at_anoth
         await assert_a_reply_elsewhere_is_heard(a, b)
         await a.close()
         await b.close()
+
+
+# --- The example apps, run as their first lines say
+
+
+@asynccontextmanager
+async def running(
+    app: str, folder: Path, *more: str, **environment: str
+) -> AsyncIterator[asyncio.StreamReader]:
+    """Runs an app by its own words, in a copy of its folder; gives what it logs."""
+    words = (EXAMPLES / f'{app}.py').read_text().partition('From this folder: ')[2]
+    setting, command, *arguments = words.partition('\n')[0].split()
+    name, _, value = setting.partition('=')
+    program = await asyncio.create_subprocess_exec(
+        Path(sys.executable).with_name(command),
+        *arguments,
+        *more,
+        cwd=folder,
+        env={**os.environ, name: value, **environment},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert program.stderr is not None
+    try:
+        yield program.stderr
+    finally:
+        program.terminate()
+        rest = await program.stderr.read()
+        assert await program.wait() in (0, -signal.SIGTERM), rest.decode()
+
+
+@asynccontextmanager
+async def running_web_app(app: str, folder: Path) -> AsyncIterator[str]:
+    """Runs a web app on a free port; gives its address."""
+    async with running(app, folder, '--port', '0') as log:
+        lines = []
+        async for line in log:
+            lines.append(line.decode())
+            if found := re.search(r'running on (http://\S+)', lines[-1]):
+                yield f'{found[1]}/'
+                return
+        raise AssertionError(''.join(lines))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(EXAMPLES, tmp_path / 'examples')
+
+
+@pytest.mark.parametrize(
+    ('app', 'binding'), [('starlette_app', 'JSONRPC'), ('fastapi_app', 'HTTP+JSON')]
+)
+async def test_a_web_app_runs_as_documented(
+    example: Callable[[str], Any], app: str, binding: str, folder: Path
+) -> None:
+    card = example('booking').card
+    async with (
+        running_web_app(app, folder) as at_a,
+        running_web_app(app, folder) as at_b,
+        httpx.AsyncClient(timeout=20, trust_env=False) as http,
+    ):
+        config = ClientConfig(httpx_client=http, supported_protocol_bindings=[binding])
+        a, b = [await create_client(card(at, binding), config) for at in (at_a, at_b)]
+        await assert_a_reply_elsewhere_is_heard(a, b)
+
+
+async def test_the_grpc_server_runs_as_documented(
+    example: Callable[[str], Any], folder: Path
+) -> None:
+    card = example('booking').card
+    # The path of a socket has to be short.
+    with tempfile.TemporaryDirectory() as short:
+        at = f'unix:{short}/grpc'
+        async with (
+            running('grpc_app', folder, ADDRESS=at),
+            grpc.aio.insecure_channel(at) as channel,
+        ):
+            await asyncio.wait_for(channel.channel_ready(), 20)
+            config = ClientConfig(
+                grpc_channel_factory=lambda _: channel, supported_protocol_bindings=['GRPC']
+            )
+            client = await create_client(card(at, 'GRPC'), config)
+            await assert_a_reply_elsewhere_is_heard(client, client)
 
 
 # --- What the documents list

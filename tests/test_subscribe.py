@@ -311,13 +311,13 @@ def told(task: Task, state: TaskState, version: int) -> VersionedEvent:
 
 
 async def timeline_over(lab: Cluster, task: Task, stream: TaskEventStream) -> tuple[str, ...]:
-    decorated, lab.a.handler = (
-        lab.a.handler,
+    decorated, lab.a.door = (
+        lab.a.door,
         wrap(lab.a.stock, settings=Settings(), event_stream=stream),
     )
     watch = lab.a.subscribe(task)
     assert await watch.until(lambda w: w.ending, 10), watch.timeline
-    lab.a.handler = decorated
+    lab.a.door = decorated
     return watch.timeline
 
 

@@ -1,6 +1,7 @@
 """An A2A server on gRPC.
 
 From this folder: DATABASE_URL=sqlite+aiosqlite:///tasks.db python grpc_app.py
+A second replica needs an address of its own, ADDRESS=127.0.0.1:50052.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ async def main() -> None:
     stop = asyncio.Event()
     for number in signal.SIGINT, signal.SIGTERM:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with replica('127.0.0.1:50051'):
+    async with replica(os.environ.get('ADDRESS', '127.0.0.1:50051')):
         await stop.wait()
 
 

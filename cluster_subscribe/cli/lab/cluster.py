@@ -4,9 +4,9 @@ import asyncio
 import uuid
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from a2a.auth.user import User
 from a2a.server.cluster import (
@@ -167,6 +167,25 @@ class Watch:
             self._changed.notify_all()
 
 
+class Door(Protocol):
+    """What a client can do at a replica; its handler is one, a client over a wire another."""
+
+    def on_message_send_stream(
+        self, params: SendMessageRequest, context: ServerCallContext, /
+    ) -> AsyncGenerator[Event, None]:
+        """Sends a message."""
+
+    def on_subscribe_to_task(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext, /
+    ) -> AsyncGenerator[Event, None]:
+        """Subscribes to a task."""
+
+    async def on_cancel_task(
+        self, params: CancelTaskRequest, context: ServerCallContext, /
+    ) -> Task | None:
+        """Cancels a task."""
+
+
 class Replica:
     """One server of the cluster: its own engine, store, event stream and handler."""
 
@@ -185,6 +204,8 @@ class Replica:
             agent_card=agent_card('http://127.0.0.1'),
         )
         self.handler = cluster.decorate(self.stock)
+        self.door: Door = self.handler
+        """Where its clients come in."""
         self._turns: list[asyncio.Task[None]] = []
         self._watches: list[Watch] = []
 
@@ -206,7 +227,7 @@ class Replica:
 
     async def cancel(self, task: Task, user: str = 'user') -> Task | None:
         """Cancels the task through this replica."""
-        return await self.handler.on_cancel_task(CancelTaskRequest(id=task.id), caller(user))
+        return await self.door.on_cancel_task(CancelTaskRequest(id=task.id), caller(user))
 
     async def watch(self, task: Task, user: str = 'user') -> Watch:
         """Subscribes and waits for the snapshot."""
@@ -217,19 +238,23 @@ class Replica:
     def subscribe(self, task: Task, user: str = 'user') -> Watch:
         """Subscribes through this replica."""
         watch = Watch(
-            self.handler.on_subscribe_to_task(SubscribeToTaskRequest(id=task.id), caller(user)),
+            self.door.on_subscribe_to_task(SubscribeToTaskRequest(id=task.id), caller(user)),
             self.name,
         )
         self._watches.append(watch)
         return watch
 
-    async def aclose(self) -> None:
-        """Leaves all streams, ends all turns, closes the handler and the engine."""
+    async def leave(self) -> None:
+        """Leaves all streams and turns."""
         readers = [watch.reader for watch in self._watches] + self._turns
         for reader in readers:
             reader.cancel()
         if readers:
             await asyncio.wait(readers)
+
+    async def aclose(self) -> None:
+        """Leaves all streams and turns, closes the handler and the engine."""
+        await self.leave()
         await self.handler.aclose()  # type: ignore[attr-defined]
         await self.engine.dispose()
 
@@ -253,7 +278,7 @@ class Turn:
 
     async def _read(self, message: Message) -> None:
         request = SendMessageRequest(message=message)
-        events = self._replica.handler.on_message_send_stream(request, caller(self._user))
+        events = self._replica.door.on_message_send_stream(request, caller(self._user))
         try:
             async for event in events:
                 self._task_id = event.id if isinstance(event, Task) else event.task_id
@@ -313,13 +338,29 @@ class Cluster:
         await asyncio.gather(*(replica.aclose() for replica in self.replicas))
 
 
+Reach = Callable[[Cluster], AbstractAsyncContextManager[Iterable[Door]]]
+"""Opens a door at each replica, for as long as its context lasts."""
+
+
 @asynccontextmanager
-async def cluster(url: str, **how: Any) -> AsyncIterator[Cluster]:
-    """A cluster whose tables exist, closed at the end."""
+async def in_process(lab: Cluster) -> AsyncIterator[Iterable[Door]]:
+    """Clients call the handlers themselves."""
+    yield [replica.handler for replica in lab.replicas]
+
+
+@asynccontextmanager
+async def cluster(url: str, *, reach: Reach = in_process, **how: Any) -> AsyncIterator[Cluster]:
+    """A cluster whose tables exist and whose doors are open, closed at the end."""
     made = Cluster(url, **how)
     try:
         await made.a.store.initialize()
-        yield made
+        async with reach(made) as doors:
+            for replica, door in zip(made.replicas, doors, strict=True):
+                replica.door = door
+            try:
+                yield made
+            finally:
+                await asyncio.gather(*(replica.leave() for replica in made.replicas))
     finally:
         await made.aclose()
 

@@ -71,7 +71,7 @@ class Fault:
             url: The database; its task tables are used.
             patience: Seconds; a stream that is silent for so long counts as hung.
             thoroughly: Watches a stream that is wrong already to its end, too.
-            how: Passed to `Cluster`: `decorate` and others.
+            how: Passed to `cluster()`: `decorate`, `reach` and others.
         """
         began = time.monotonic()
         async with cluster(url, **self.setting, **how) as lab:
