@@ -13,7 +13,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import uuid
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -30,9 +29,6 @@ from a2a.client import Client, ClientConfig, create_client
 from a2a.server.models import TaskEventModel
 from a2a.server.request_handlers import RequestHandler
 from a2a.types import (
-    Message,
-    Part,
-    Role,
     SendMessageRequest,
     StreamResponse,
     SubscribeToTaskRequest,
@@ -47,7 +43,7 @@ import cluster_subscribe
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream
 from cluster_subscribe.cli.lab import FAULTS, ScriptedAgent, label
-from cluster_subscribe.cli.lab.cluster import agent_card
+from cluster_subscribe.cli.lab.cluster import agent_card, user_message
 from cluster_subscribe.event_log.log import index_statement
 from cluster_subscribe.telemetry import METRICS
 
@@ -174,13 +170,7 @@ def event(response: StreamResponse) -> Any:
 
 async def say(client: Client, text: str, task: Task | None = None) -> list[Any]:
     """Sends a message and gives the events of its turn."""
-    message = Message(
-        role=Role.ROLE_USER,
-        message_id=uuid.uuid4().hex,
-        task_id=task.id if task else '',
-        context_id=task.context_id if task else '',
-        parts=[Part(text=text)],
-    )
+    message = user_message(text, task)
     request = SendMessageRequest(message=message)
     return [event(response) async for response in client.send_message(request)]
 

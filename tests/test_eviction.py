@@ -4,7 +4,6 @@ import asyncio
 import gc
 import os
 import random
-import uuid
 
 from collections import Counter
 from typing import Any
@@ -21,9 +20,6 @@ from a2a.server.events import EventQueue
 from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.types import (
     CancelTaskRequest,
-    Message,
-    Part,
-    Role,
     SendMessageConfiguration,
     SendMessageRequest,
     SubscribeToTaskRequest,
@@ -36,7 +32,7 @@ from a2a.utils.errors import A2AError
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
 from cluster_subscribe.cli.lab import Decorate, Replica
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
+from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster, user_message
 from tests.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 
 SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))
@@ -245,13 +241,7 @@ class Schedule:
         self.handlers = [wrap(handler, settings=Settings()) for handler in self.stock]
 
     async def send(self, handler: Any, task: Task | None = None) -> Task | None:
-        message = Message(
-            role=Role.ROLE_USER,
-            message_id=uuid.uuid4().hex,
-            task_id=task.id if task else '',
-            context_id=task.context_id if task else '',
-            parts=[Part(text='go')],
-        )
+        message = user_message('go', task)
         await self.pause(6)
         request = SendMessageRequest(
             message=message,

@@ -20,9 +20,7 @@ from a2a.server.events import EventQueue
 from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
 from a2a.types import (
     Artifact,
-    Message,
     Part,
-    Role,
     SendMessageConfiguration,
     SendMessageRequest,
     SubscribeToTaskRequest,
@@ -36,7 +34,7 @@ from sqlalchemy import event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe.cli.lab.cluster import agent_card, caller
+from cluster_subscribe.cli.lab.cluster import agent_card, caller, user_message
 
 T = TypeVar('T')
 CONTEXT = caller()
@@ -140,13 +138,7 @@ class Server:
 
     async def send(self, script: str, task: Task | None = None, *, wait: bool = False) -> Task:
         """Begins a turn and returns its task as first told, or as it pauses."""
-        message = Message(
-            role=Role.ROLE_USER,
-            message_id=uuid.uuid4().hex,
-            task_id=task.id if task else '',
-            context_id=task.context_id if task else '',
-            parts=[Part(text=script)],
-        )
+        message = user_message(script, task)
         answer = await self.handler.on_message_send(
             SendMessageRequest(
                 message=message,

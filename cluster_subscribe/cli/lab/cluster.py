@@ -69,6 +69,17 @@ def caller(name: str = 'user') -> ServerCallContext:
     return ServerCallContext(user=_Named(name))
 
 
+def user_message(text: str, task: Task | None = None) -> Message:
+    """A message that begins a task, or a turn of one."""
+    return Message(
+        role=Role.ROLE_USER,
+        message_id=uuid.uuid4().hex,
+        task_id=task.id if task else '',
+        context_id=task.context_id if task else '',
+        parts=[Part(text=text)],
+    )
+
+
 class _NotingStore(VersionedDatabaseTaskStore):
     """Tells a scene what is committed, so that nobody has to sleep."""
 
@@ -267,13 +278,7 @@ class Turn:
         self._user = user
         self._task_id = task.id if task else ''
         self._began = asyncio.Event()
-        message = Message(
-            role=Role.ROLE_USER,
-            message_id=uuid.uuid4().hex,
-            task_id=self._task_id,
-            context_id=task.context_id if task else '',
-            parts=[Part(text=script)],
-        )
+        message = user_message(script, task)
         self.reader = asyncio.create_task(self._read(message), name=f'turn at {replica.name}')
 
     async def _read(self, message: Message) -> None:
