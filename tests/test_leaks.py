@@ -121,7 +121,7 @@ class Ledger:
 
     async def nothing_held(self) -> None:
         """Waits until nothing is."""
-        for _ in range(BACKSTOP * 20):
+        for _ in range(200):
             gc.collect()
             held = self.held()
             if not any(held.values()):
