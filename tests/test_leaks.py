@@ -121,7 +121,7 @@ class Ledger:
 
     async def nothing_held(self) -> None:
         """Waits until nothing is."""
-        for _ in range(200):
+        for _ in range(100):
             gc.collect()
             held = self.held()
             if not any(held.values()):
