@@ -123,8 +123,8 @@ LOOK = 'Task(WORKING)'
 
 
 class Row(NamedTuple):
-    ahead: int
-    """Its version, counted from the one stored before."""
+    ahead: int | str
+    """Its version, counted from the one stored before; or what is no version."""
     data: bytes | str | int
     owner: str | None = 'user'
 
@@ -164,6 +164,7 @@ SPOILT = {
 ANY_TYPE = {
     'text for data': Spoilt([Row(1, 'text')], [LOOK], 1),
     'a number for data': Spoilt([Row(1, 7)], [LOOK], 1),
+    'text for a version': Spoilt([Row('x', WHOLE)], [LOOK]),
 }
 """What only SQLite keeps."""
 
@@ -173,12 +174,13 @@ async def spoil(writer: Writer, task_id: str, rows: list[Row]) -> None:
         where = text('SELECT version FROM task_versions WHERE task_id = :id')
         version = (await connection.execute(where, {'id': task_id})).scalar_one()
         for row in rows:
+            ahead = row.ahead if isinstance(row.ahead, str) else version + row.ahead
             await connection.execute(
                 text(
                     'INSERT INTO task_events (task_id, owner, task_version, event_data) '
                     'VALUES (:id, :owner, :version, :data)'
                 ),
-                row._asdict() | {'id': task_id, 'version': version + row.ahead},
+                row._asdict() | {'id': task_id, 'version': ahead},
             )
         await connection.execute(
             text('UPDATE task_versions SET version = version + 1 WHERE task_id = :id'),
