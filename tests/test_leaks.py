@@ -225,7 +225,7 @@ class Known(DefaultServerCallContextBuilder):
 class KnownToGrpc(DefaultGrpcServerCallContextBuilder):
     """Lets every caller be the lab's user."""
 
-    def build_user(self, context: grpc.aio.ServicerContext) -> User:
+    def build_user(self, context: 'grpc.aio.ServicerContext[Any, Any]') -> User:
         return caller().user
 
 
