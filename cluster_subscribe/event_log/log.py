@@ -5,11 +5,12 @@ and distributed sequences separate from commit order; version alone is not uniqu
 SQLite, where a cancel may share its version with an event (F20).
 """
 
+import asyncio
 import json
 import logging
 
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
@@ -41,8 +42,12 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
 
+from cluster_subscribe.background import in_time
+
 logger = logging.getLogger(__name__)
 
+PATIENCE: Final = 10.0
+"""Seconds that a round may take."""
 PAGES_PER_STATEMENT: Final = 32
 """Pages asked for in one statement: far below what any database refuses."""
 TASKS_PER_STATEMENT: Final = 10_000
@@ -138,14 +143,27 @@ class EventLog:
         return self._events.name
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[AsyncConnection]:
-        """One pooled connection for one round."""
-        async with self.engine.connect() as connection:
-            if connection.dialect.name != 'postgresql':
-                yield connection
-            else:
-                # Reads of single statements need no transaction, and no round trips for it.
-                yield await connection.execution_options(isolation_level='AUTOCOMMIT')
+    async def connect(self, patience: float = PATIENCE) -> AsyncIterator[AsyncConnection]:
+        """One pooled connection for one round.
+
+        After `patience` seconds it counts as dead, as one whose network lost it without a
+        word. Its wire is cut, which any statement, also the one that ends a transaction,
+        answers with the error of a lost connection; SQLAlchemy then renews the pool.
+        """
+        async with AsyncExitStack() as stack:
+            timers = stack.enter_context(ExitStack())
+            entering = stack.enter_async_context(self.engine.connect())
+            if self.engine.dialect.name == 'sqlite':
+                # A file has no wire, and a lock on it has a limit of its own.
+                yield await entering
+                return
+            connection = await in_time(entering, patience)
+            timer = asyncio.get_running_loop().call_later(patience, _scissors(connection))
+            timers.callback(timer.cancel)
+            if connection.dialect.name == 'postgresql':
+                # Reads of single statements need no transaction, nor its round trips.
+                connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
+            yield connection
 
     async def prepare(self) -> None:
         """Creates the tables if they are missing and it may; names a missing index.
@@ -155,14 +173,14 @@ class EventLog:
         """
         if self._prepared:
             return
-        async with self.engine.connect() as connection:
+        async with self.connect() as connection:
             indexed = await connection.run_sync(self._indexed)
         if indexed is None and self._create_table:
             try:
                 async with self.engine.begin() as connection:
                     await connection.run_sync(self._events.metadata.create_all)
             except Exception:
-                async with self.engine.connect() as connection:
+                async with self.connect() as connection:
                     if await connection.run_sync(self._indexed) is None:
                         raise
                 # Another replica was quicker.
@@ -288,6 +306,13 @@ class EventLog:
             .order_by(c.task_version, c.seq)
             .limit(bindparam('limit', type_=Integer))
         )
+
+
+def _scissors(connection: AsyncConnection) -> Callable[[], object]:
+    """Cuts a connection's wire, without waiting."""
+    wire: Any = cast('Connection', connection.sync_connection).connection.driver_connection
+    cut: Callable[[], object] = wire.terminate if hasattr(wire, 'terminate') else wire.close
+    return cut
 
 
 def index_statement(index: Index, dialect: str) -> str:
