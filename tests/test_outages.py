@@ -11,6 +11,7 @@ import socket
 import sqlite3
 import subprocess
 import time
+import uuid
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
@@ -25,6 +26,7 @@ import pytest
 
 from a2a.types import Part, StreamResponse, Task, TaskArtifactUpdateEvent
 from sqlalchemy import make_url, text
+from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -472,3 +474,86 @@ async def test_a_locked_sqlite_file(sqlite_url: str, took: Callable[[float], Non
         for watch in watches:
             assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
         await exact(lab, task, watches)
+
+
+@contextmanager
+def pgbouncer(database: URL, folder: Path) -> Iterator[str]:
+    """PgBouncer in transaction mode in front of a PostgreSQL: its URL."""
+    program = which('pgbouncer') or which('pgbouncer', path='/usr/sbin')
+    if program is None:
+        pytest.skip('no pgbouncer on this machine')
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        port = listener.getsockname()[1]
+    host = database.query.get('host') or database.host
+    config = folder / 'pgbouncer.ini'
+    config.write_text(
+        f"""[databases]
+* = host={host} port={database.port or 5432} user={database.username}
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {port}
+unix_socket_dir =
+auth_type = any
+pool_mode = transaction
+default_pool_size = 4
+ignore_startup_parameters = extra_float_digits
+"""
+    )
+    user = ['-u', 'nobody'] if os.geteuid() == 0 else []
+    with subprocess.Popen(
+        [program, *user, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            yield database.set(host='127.0.0.1', port=port, query={}).render_as_string(
+                hide_password=False
+            )
+        finally:
+            process.kill()
+
+
+@on_postgresql
+async def test_pgbouncer_in_transaction_mode(
+    database_url: str,
+    tmp_path: Path,
+    took: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No LISTEN gets through, and two statements in a row may meet two backends."""
+    monkeypatch.setattr(postgresql_wakeup, '_TRIAL', 0.5)
+    options = {
+        'connect_args': {
+            'statement_cache_size': 0,
+            'prepared_statement_cache_size': 0,
+            'prepared_statement_name_func': lambda: f'__asyncpg_{uuid.uuid4()}__',
+        }
+    }
+    with pgbouncer(make_url(database_url), tmp_path) as url:
+        await reachable(url)
+        async with cluster(url, decorate=wrapping(), engine_options=options) as lab:
+            tasks = [await lab.a.start(SCRIPT).at('before') for _ in range(8)]
+            watches = [await lab.watch(task) for task in tasks]
+            lab.gates.open('before', 'during')
+            began = time.monotonic()
+            for task, streams in zip(tasks, watches, strict=True):
+                for watch in streams:
+                    assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+                await exact(lab, task, streams)
+            took(time.monotonic() - began)
+            # Once is how a reader learns that there is a pooler.
+            assert all(reconnects(replica) <= 1 for replica in lab.replicas)
+
+
+async def reachable(url: str) -> None:
+    parsed = make_url(url)
+
+    async def connect() -> None:
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(parsed.host, parsed.port)
+            except OSError:
+                await asyncio.sleep(0.02)
+            else:
+                writer.transport.abort()
+                return
+
+    await asyncio.wait_for(connect(), LIMIT)

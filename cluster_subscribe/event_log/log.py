@@ -39,6 +39,7 @@ from sqlalchemy import (
     union_all,
 )
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
 
@@ -53,6 +54,8 @@ PAGES_PER_STATEMENT: Final = 32
 TASKS_PER_STATEMENT: Final = 10_000
 """Tasks whose versions are asked for in one statement: some 400 KB of ids."""
 _STATES: Final = {name: cast('TaskState', value) for name, value in TaskState.items()}
+_NO_SUCH_STATEMENT: Final = '26000'
+"""PostgreSQL's word for a statement that was prepared elsewhere."""
 _BEHIND_ALL_ROWS: Final = 2**63 - 1
 
 
@@ -113,7 +116,7 @@ class EventLog:
     ) -> None:
         self.engine = engine
         self._create_table = create_table
-        self._prepared = False
+        self._prepared = self._pooled = False
         self._events, self._versions = _tables(events, versions)
         self._index = _index(self._events)
         if (shared := Base.metadata.tables.get(events)) is not None:
@@ -160,10 +163,16 @@ class EventLog:
             connection = await in_time(entering, patience)
             timer = asyncio.get_running_loop().call_later(patience, _scissors(connection))
             timers.callback(timer.cancel)
-            if connection.dialect.name == 'postgresql':
-                # Reads of single statements need no transaction, nor its round trips.
-                connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
-            yield connection
+            try:
+                if connection.dialect.name == 'postgresql' and not self._pooled:
+                    # Reads of single statements need no transaction, nor its round trips.
+                    connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
+                yield connection
+            except DBAPIError as error:
+                if getattr(error.orig, 'sqlstate', None) == _NO_SUCH_STATEMENT:
+                    # A pooler gave it to two backends; in a transaction it stays with one.
+                    self._pooled = True
+                raise
 
     async def prepare(self) -> None:
         """Creates the tables if they are missing and it may; names a missing index.
