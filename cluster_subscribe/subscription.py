@@ -72,6 +72,9 @@ class Feed(Protocol):
     def restart(self, stored: StoredTask) -> None:
         """Goes on behind a task that the stream got as a snapshot."""
 
+    def look_again(self) -> None:
+        """Has `next()` give `None` again in a while: the look at the store failed."""
+
     def close(self) -> None:
         """Ends the reading, without waiting."""
 
@@ -116,6 +119,7 @@ async def follow(
             raise
         except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
             telemetry.look_failed(task_id, error)
+            feed.look_again()
             return None
         if stored is None or (feed.exact and course.began_anew(stored)):
             raise TaskNotFoundError(f'Task {task_id} was deleted')
@@ -255,6 +259,9 @@ class StreamFeed:
 
     def restart(self, stored: StoredTask) -> None:
         """Does nothing: what comes before the snapshot is left out when it is taken."""
+
+    def look_again(self) -> None:
+        """Does nothing: silence alone makes the stream look."""
 
     async def next(self) -> VersionedEvent | None:
         """Takes the next event, or `None` after some seconds of silence or at the end.

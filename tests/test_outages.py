@@ -557,3 +557,23 @@ async def reachable(url: str) -> None:
                 return
 
     await asyncio.wait_for(connect(), LIMIT)
+
+
+async def test_a_stream_whose_look_failed_looks_again(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At INPUT_REQUIRED the store says whether the stream may end; here it is away twice."""
+    async with cluster(sqlite_url, decorate=wrapping(poll_interval=0.05)) as lab:
+        task = await lab.a.start('work wait=before ask').at('before')
+        watch = await lab.b.watch(task)
+        read, failures = lab.b.store.get, [OSError('away'), OSError('away')]
+
+        async def get(*how: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return await read(*how)
+
+        monkeypatch.setattr(lab.b.store, 'get', get)
+        lab.gates.open('before')
+        assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+        assert watch.timeline == ('Task(WORKING)', 'INPUT_REQUIRED', 'closed')

@@ -229,6 +229,9 @@ class Reader:
         stored = await self._log.stored(connection, list(self._watched))
         ahead: dict[Subscriber, int] = {}
         for subscriber, cursor in planned:
+            if subscriber.unsure:
+                subscriber.unsure = False
+                subscriber.doubt()
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)
