@@ -1,14 +1,14 @@
 """Tasks of our own: named, watched, and ended together.
 
-Queries never run in a subscriber's task, and none is cancelled. A transport cancels
-its task whenever a client leaves, and a driver that is cancelled in mid-query can
-lose its connection.
+Queries never run in a subscriber's task, and none is cancelled while the database may
+still answer. A transport cancels its task whenever a client leaves, and a driver that
+is cancelled in mid-query can lose its connection.
 """
 
 import asyncio
 import logging
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from cluster_subscribe.errors import EventStreamEndedError
@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar('T')
 
+_PATIENCE: Final = 30.0
+"""Seconds that a database may take for an answer that somebody waits for."""
 _GRACE: Final = 5.0
 """Seconds that a task may take to end before it is cancelled after all."""
 
@@ -54,8 +56,17 @@ class Background:
         return self.spawn(work, name, stop=lambda: None)
 
     async def run(self, work: Coroutine[Any, Any, T], name: str) -> T:
-        """Awaits `work` in a task of its own, which a cancelled caller leaves to finish."""
-        return await asyncio.shield(self.start(work, name))
+        """Awaits `work` in a task of its own, which a cancelled caller leaves to finish.
+
+        Raises:
+            TimeoutError: It took too long, as on a connection that died without a word.
+        """
+        task = self.start(work, name)
+        await asyncio.wait({task}, timeout=_PATIENCE)
+        if not task.done():
+            task.cancel()
+            raise TimeoutError(f'no answer within {_PATIENCE:g} seconds')
+        return task.result()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         del self._tasks[task]
@@ -72,7 +83,41 @@ class Background:
             _, late = await asyncio.wait(list(self._tasks), timeout=_GRACE)
             for task in late:
                 task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+            if late:
+                # A connection that died without a word may hold even a cancelled task.
+                await asyncio.wait(late, timeout=_GRACE)
+
+
+async def in_time(work: Awaitable[T], seconds: float) -> T:
+    """Awaits `work`, and cancels it each time so many seconds have passed.
+
+    More than once, since what tidies up after a cancelled query may ask the same dead
+    connection. For a task of our own: `asyncio.wait_for` would start another for each call.
+
+    Raises:
+        TimeoutError: It was cancelled.
+    """
+    task = asyncio.current_task()
+    assert task is not None  # noqa: S101 - for the type checker
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+    late = False
+
+    def give_up() -> None:
+        nonlocal late, timer
+        late = True
+        task.cancel()
+        timer = loop.call_later(seconds, give_up)
+
+    timer = loop.call_later(seconds, give_up)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not late:
+            raise
+        raise TimeoutError(f'no answer within {seconds:g} seconds') from None
+    finally:
+        timer.cancel()
 
 
 class Signal:

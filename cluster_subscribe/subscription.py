@@ -72,6 +72,9 @@ class Feed(Protocol):
     def restart(self, stored: StoredTask) -> None:
         """Goes on behind a task that the stream got as a snapshot."""
 
+    def look_again(self) -> None:
+        """Has `next()` give `None` again in a while: the look at the store failed."""
+
     def close(self) -> None:
         """Ends the reading, without waiting."""
 
@@ -125,7 +128,7 @@ async def follow(
                 if versioned := await feed.next():
                     doubt, paused = None, False
                     event = course.admit(versioned)
-                elif stored := await _look(source, course, telemetry, exact=feed.exact):
+                elif stored := await _look(source, feed, course, telemetry):
                     if not course.contradicts(stored, exact=feed.exact):
                         if paused:
                             return
@@ -156,7 +159,7 @@ async def follow(
                 if (
                     paused
                     and feed.drained
-                    and (stored := await _look(source, course, telemetry, exact=feed.exact))
+                    and (stored := await _look(source, feed, course, telemetry))
                 ):
                     if not course.contradicts(stored, exact=feed.exact):
                         return
@@ -168,7 +171,7 @@ async def follow(
 
 
 async def _look(
-    source: Source, course: '_Course', telemetry: Telemetry, *, exact: bool
+    source: Source, feed: Feed, course: '_Course', telemetry: Telemetry
 ) -> StoredTask | None:
     """The task as stored; `None` if the store does not answer."""
     try:
@@ -177,8 +180,9 @@ async def _look(
         raise
     except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
         telemetry.look_failed(course.task_id, error)
+        feed.look_again()
         return None
-    if stored is None or (exact and course.began_anew(stored)):
+    if stored is None or (feed.exact and course.began_anew(stored)):
         raise TaskNotFoundError(f'Task {course.task_id} was deleted')
     return stored
 
@@ -275,6 +279,9 @@ class StreamFeed:
 
     def restart(self, stored: StoredTask) -> None:
         """Does nothing: what comes before the snapshot is left out when it is taken."""
+
+    def look_again(self) -> None:
+        """Does nothing: silence alone makes the stream look."""
 
     async def next(self) -> VersionedEvent | None:
         """Takes the next event, or `None` after some seconds of silence or at the end.

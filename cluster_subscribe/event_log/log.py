@@ -5,11 +5,12 @@ and distributed sequences separate from commit order; version alone is not uniqu
 SQLite, where a cancel may share its version with an event (F20).
 """
 
+import asyncio
 import json
 import logging
 
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
@@ -38,16 +39,23 @@ from sqlalchemy import (
     union_all,
 )
 from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
 
+from cluster_subscribe.background import in_time
+
 logger = logging.getLogger(__name__)
 
+PATIENCE: Final = 10.0
+"""Seconds that a round may take."""
 PAGES_PER_STATEMENT: Final = 32
 """Pages asked for in one statement: far below what any database refuses."""
 TASKS_PER_STATEMENT: Final = 10_000
 """Tasks whose versions are asked for in one statement: some 400 KB of ids."""
 _STATES: Final = {name: cast('TaskState', value) for name, value in TaskState.items()}
+_NO_SUCH_STATEMENT: Final = '26000'
+"""PostgreSQL's word for a statement that was prepared elsewhere."""
 _BEHIND_ALL_ROWS: Final = 2**63 - 1
 
 
@@ -108,7 +116,7 @@ class EventLog:
     ) -> None:
         self.engine = engine
         self._create_table = create_table
-        self._prepared = self._advised = False
+        self._prepared = self._advised = self._pooled = False
         self._events, self._versions = _tables(events, versions)
         self._index = _index(self._events)
         if (shared := Base.metadata.tables.get(events)) is not None:
@@ -138,27 +146,46 @@ class EventLog:
         return self._events.name
 
     @asynccontextmanager
-    async def connect(self) -> AsyncIterator[AsyncConnection]:
-        """One pooled connection for one round."""
-        async with self.engine.connect() as connection:
-            if connection.dialect.name != 'postgresql':
+    async def connect(self, patience: float = PATIENCE) -> AsyncIterator[AsyncConnection]:
+        """One pooled connection for one round.
+
+        After `patience` seconds it counts as dead, as one whose network lost it without a
+        word. Its wire is cut, which any statement, also the one that ends a transaction,
+        answers with the error of a lost connection; SQLAlchemy then renews the pool.
+        """
+        async with AsyncExitStack() as stack:
+            timers = stack.enter_context(ExitStack())
+            entering = stack.enter_async_context(self.engine.connect())
+            if self.engine.dialect.name == 'sqlite':
+                # A file has no wire, and a lock on it has a limit of its own.
+                yield await entering
+                return
+            connection = await in_time(entering, patience)
+            timer = asyncio.get_running_loop().call_later(patience, _scissors(connection))
+            timers.callback(timer.cancel)
+            try:
+                if connection.dialect.name == 'postgresql' and not self._pooled:
+                    # Reads of single statements need no transaction, nor its round trips.
+                    connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
                 yield connection
-            else:
-                # Reads of single statements need no transaction, and no round trips for it.
-                yield await connection.execution_options(isolation_level='AUTOCOMMIT')
+            except DBAPIError as error:
+                if getattr(error.orig, 'sqlstate', None) == _NO_SUCH_STATEMENT:
+                    # A pooler gave it to two backends; in a transaction it stays with one.
+                    self._pooled = True
+                raise
 
     async def prepare(self) -> None:
         """Creates the tables if they are missing and it may, the index with them."""
         if self._prepared:
             return
-        async with self.engine.connect() as connection:
+        async with self.connect() as connection:
             there = await connection.run_sync(self._is_there)
         if not there and self._create_table:
             try:
                 async with self.engine.begin() as connection:
                     await connection.run_sync(self._events.metadata.create_all)
             except Exception:
-                async with self.engine.connect() as connection:
+                async with self.connect() as connection:
                     if not await connection.run_sync(self._is_there):
                         raise
                 # Another replica was quicker.
@@ -172,7 +199,7 @@ class EventLog:
         """
         if self._advised:
             return
-        async with self.engine.connect() as connection:
+        async with self.connect() as connection:
             indexed = await connection.run_sync(self._is_indexed)
         self._advised = True
         if not indexed:
@@ -301,6 +328,13 @@ class EventLog:
 def findable(task_id: str) -> bool:
     """Whether a database can look for an id: none takes half a surrogate, PostgreSQL no NUL."""
     return '\0' not in task_id and task_id.encode(errors='ignore').decode() == task_id
+
+
+def _scissors(connection: AsyncConnection) -> Callable[[], object]:
+    """Cuts a connection's wire, without waiting."""
+    wire: Any = cast('Connection', connection.sync_connection).connection.driver_connection
+    cut: Callable[[], object] = wire.terminate if hasattr(wire, 'terminate') else wire.close
+    return cut
 
 
 def index_statement(index: Index, dialect: str) -> str:

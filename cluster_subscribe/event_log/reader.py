@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.errors import EventStreamEndedError
-from cluster_subscribe.event_log.log import EventLog, Page, Row, Stored
+from cluster_subscribe.event_log.log import PATIENCE, EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
 from cluster_subscribe.settings import Settings
@@ -178,7 +178,8 @@ class Reader:
                 self._stir.clear()
                 woken, self._woken = self._woken, {}
                 try:
-                    await self._round(woken, check=check)
+                    # Each attempt gets more time: a slow database is not a dead one.
+                    await self._round(woken, check=check, patience=PATIENCE * (failures + 1))
                 except Exception as error:
                     if is_final(error):
                         raise
@@ -207,12 +208,12 @@ class Reader:
             )
         await self._closing.within(_pause(failures))
 
-    async def _round(self, woken: dict[str, None], *, check: bool) -> None:
+    async def _round(self, woken: dict[str, None], *, check: bool, patience: float) -> None:
         if not (check or woken):
             return
         self._telemetry.round()
         await self._log.prepare()
-        async with self._log.connect() as connection:
+        async with self._log.connect(patience) as connection:
             ahead = await self._check(connection, woken) if check else {}
             drained = await self._read(connection, woken)
             if check and asyncio.get_running_loop().time() >= self._states_due:
@@ -237,6 +238,9 @@ class Reader:
         stored = await self._log.stored(connection, list(self._watched))
         ahead: dict[Subscriber, int] = {}
         for subscriber, cursor in planned:
+            if subscriber.unsure:
+                subscriber.unsure = False
+                subscriber.doubt()
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)

@@ -51,6 +51,7 @@ class Subscriber:
         'owner',
         'state',
         'task_id',
+        'unsure',
     )
 
     exact = True
@@ -67,6 +68,8 @@ class Subscriber:
         """The state last fed, where it is known."""
         self.behind = False
         """Whether the log may hold more than the buffer had room for."""
+        self.unsure = False
+        """Whether the stream wanted to look at the store and could not."""
         self._limit = reader.page_size
         self._strict = strict
         self._reader = reader
@@ -137,6 +140,10 @@ class Subscriber:
             self._wake()
         elif gone:
             self.fail(TaskNotFoundError(f'Task {self.task_id} was deleted'))
+
+    def look_again(self) -> None:
+        """Makes the stream look once more when the database has been reached."""
+        self.unsure = True
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error once it has taken what is buffered."""

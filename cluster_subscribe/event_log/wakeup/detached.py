@@ -2,9 +2,14 @@
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from cluster_subscribe.background import in_time
+
+_PATIENCE: Final = 30.0
+"""Seconds for a connection, the pool's own patience included."""
 
 Wake = Callable[[Iterable[str] | None, str], None]
 """Takes the ids of tasks that moved, `None` for any, and the name of the source."""
@@ -17,7 +22,8 @@ async def detached(engine: AsyncEngine) -> AsyncIterator[tuple[AsyncConnection, 
     It is taken out of the pool, so that nobody who writes through the pool ever waits
     for it, and closed at the end. Given with the driver's own connection beneath it.
     """
-    connection = await engine.connect()
+    # A ping of a pooled connection that died without a word would wait for ever.
+    connection = await in_time(engine.connect(), _PATIENCE)
     try:
         connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
         beneath = (await connection.get_raw_connection()).driver_connection

@@ -3,13 +3,13 @@
 import logging
 import uuid
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from hashlib import sha256
 from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.background import Signal
+from cluster_subscribe.background import Signal, in_time
 from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 logger = logging.getLogger(__name__)
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 _PAYLOAD: Final = 7_900
 """Bytes in one notification; PostgreSQL takes fewer than 8,000."""
 _LINGER: Final = 30.0
-"""Seconds for which an unused connection is kept."""
+"""Seconds for which an unused connection is kept, and a silent one is trusted."""
 _TRIAL: Final = 5.0
-"""Seconds within which a notification to oneself must arrive."""
+"""Seconds within which a notification to oneself, and each answer, must arrive."""
 
 
 class PostgresqlWakeup:
@@ -66,7 +66,7 @@ class PostgresqlWakeup:
                     wake(payload.split('\n'), 'notify')
 
             raw.add_termination_listener(lambda _connection: self._stir.set())
-            await raw.add_listener(self._channel, hear)
+            await _answered(raw, raw.add_listener(self._channel, hear))
             await self._send(raw, trial)
             if not await heard.within(_TRIAL):
                 self._stopped = True
@@ -82,8 +82,11 @@ class PostgresqlWakeup:
 
     async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
         while not self._stopped:
-            if not self._pending and not await self._stir.within(_LINGER) and not wanted():
-                return
+            if not self._pending and not await self._stir.within(_LINGER):
+                if not wanted():
+                    return
+                # A connection that died without a word would never be missed.
+                await _answered(raw, raw.execute('SELECT 1'))
             self._stir.clear()
             if raw.is_closed():
                 raise ConnectionError('closed by the server')
@@ -92,7 +95,16 @@ class PostgresqlWakeup:
                 await self._send(raw, payload)
 
     async def _send(self, raw: Any, payload: str) -> None:
-        await raw.execute('SELECT pg_notify($1, $2)', self._channel, payload)
+        await _answered(raw, raw.execute('SELECT pg_notify($1, $2)', self._channel, payload))
+
+
+async def _answered(raw: Any, work: Awaitable[object]) -> None:
+    try:
+        await in_time(work, _TRIAL)
+    except TimeoutError:
+        # A farewell would wait for an answer, too.
+        raw.terminate()
+        raise
 
 
 def _payloads(task_ids: Iterable[str]) -> Iterable[str]:
