@@ -304,7 +304,7 @@ async def test_the_grpc_server_runs_as_documented(
             running('grpc_app', folder, ADDRESS=at),
             grpc.aio.insecure_channel(at) as channel,
         ):
-            await asyncio.wait_for(channel.channel_ready(), 20)
+            await asyncio.wait_for(channel.channel_ready(), 60)
             config = ClientConfig(
                 grpc_channel_factory=lambda _: channel, supported_protocol_bindings=['GRPC']
             )

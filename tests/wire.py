@@ -217,7 +217,7 @@ async def connect(address: str, transport: Transport) -> AsyncIterator[Client]:
         if transport.method == 'GET':
             factory.register(
                 transport.binding,
-                lambda card, url, _: _GetTransport(http, card, url, is_shared_httpx=True),
+                lambda card, url, _: _GetTransport(http, card, url),
             )
         client = factory.create(card)
         try:
