@@ -499,7 +499,9 @@ default_pool_size = 4
 ignore_startup_parameters = extra_float_digits
 """
     )
-    user = ['-u', 'nobody'] if os.geteuid() == 0 else []
+    # It refuses to be root, and only its owner may enter a server's own folder.
+    owner = 'nobody' if host == database.host else Path(str(host)).owner()
+    user = ['-u', owner] if os.geteuid() == 0 else []
     with subprocess.Popen(
         [program, *user, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
