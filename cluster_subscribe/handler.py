@@ -106,9 +106,17 @@ def wrap(
         parts = sdk.cluster_parts(handler)
         task_store, event_stream = task_store or parts.store, event_stream or parts.stream
     if task_store is None or isinstance(task_store, LegacyTaskStoreAdapter):
-        return _not_clustered(handler, 'its task store is not versioned')
+        return _not_clustered(
+            handler,
+            'its task store is not versioned: give it a VersionedDatabaseTaskStore',
+            by_mistake=event_stream is not None,
+        )
     if event_stream is None:
-        return _not_clustered(handler, 'it has no event stream')
+        return _not_clustered(
+            handler,
+            'it has no event stream: pass event_stream=DatabaseTaskEventStream(engine)',
+            by_mistake=True,
+        )
     if difference := sdk.apart(task_store, event_stream):
         logger.warning('No stream can work across them: %s', difference)
     owned: SharedTailEventStream | None = None
@@ -133,12 +141,20 @@ def wrap(
         event_stream=event_stream,
         owns_stream=owned is not None,
     )
+    logger.info(
+        'cluster-subscribe is on the handler (mode=%s, close_on=%s, wakeup=%s)',
+        settings.mode.value,
+        settings.close_on.value,
+        settings.wakeup.value,
+    )
     return cast('H', decorator)
 
 
-def _not_clustered(handler: H, reason: str) -> H:
-    logger.info(
-        'The handler is not in cluster mode (%s); cluster-subscribe leaves it as it is', reason
+def _not_clustered(handler: H, reason: str, *, by_mistake: bool) -> H:
+    logger.log(
+        logging.WARNING if by_mistake else logging.INFO,
+        'The handler is not in cluster mode (%s); cluster-subscribe leaves it as it is',
+        reason,
     )
     return handler
 

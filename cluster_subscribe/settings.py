@@ -6,6 +6,7 @@ Nothing else in the package reads the environment.
 import logging
 import os
 
+from difflib import get_close_matches
 from enum import Enum
 from typing import Annotated, Any, Final
 
@@ -66,6 +67,10 @@ def _tidy(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
 
+_ALLOWED: Final = {
+    'float_parsing': 'input should be a number of seconds greater than 0, without a unit',
+    'int_parsing': 'input should be an integer greater than or equal to 1',
+}
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -119,7 +124,7 @@ def _variable(field: str) -> str:
 def _one_line(error: ValidationError) -> str:
     return '; '.join(
         f'{_variable(str(problem["loc"][0]))}={problem["input"]!r} is not allowed: '
-        f'{problem["msg"][0].lower()}{problem["msg"][1:]}'
+        + _ALLOWED.get(problem['type'], f'{problem["msg"][0].lower()}{problem["msg"][1:]}')
         for problem in error.errors()
     )
 
@@ -127,7 +132,9 @@ def _one_line(error: ValidationError) -> str:
 def _warn_of_unknown_variables() -> None:
     known = {_variable(field) for field in Settings.model_fields}
     for name in sorted(os.environ):
-        if name.startswith(PREFIX) and not name.startswith(_TEST_PREFIX) and name not in known:
+        if name in known or name.startswith(_TEST_PREFIX):
+            continue
+        if name.startswith(PREFIX) or get_close_matches(name, known, cutoff=0.9):
             logger.warning(
                 '%s is no setting of cluster-subscribe; known are %s',
                 name,

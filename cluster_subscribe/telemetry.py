@@ -41,6 +41,8 @@ METRICS: Final = {
     'wakeups': ('counter', '{wakeup}', 'Hints that a task has moved'),
 }
 """Kind, unit and meaning of each metric, named below `cluster_subscribe.`."""
+_BOUNDARIES: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+"""Seconds between the buckets of a histogram: OpenTelemetry's own begin at five."""
 _REMEMBERED: Final = 1024
 """How many things a `Once` knows to be said."""
 
@@ -248,9 +250,13 @@ def _instrument(name: str) -> Any:
         return _Nothing()
     kind, unit, meaning = METRICS[name]
     meter = metrics.get_meter('cluster_subscribe')
-    create = {
-        'counter': meter.create_counter,
-        'updowncounter': meter.create_up_down_counter,
-        'histogram': meter.create_histogram,
-    }[kind]
-    return create(f'cluster_subscribe.{name}', unit=unit, description=meaning)
+    told: dict[str, Any] = {'unit': unit, 'description': meaning}
+    name = f'cluster_subscribe.{name}'
+    if kind == 'counter':
+        return meter.create_counter(name, **told)
+    if kind == 'updowncounter':
+        return meter.create_up_down_counter(name, **told)
+    try:
+        return meter.create_histogram(name, explicit_bucket_boundaries_advisory=_BOUNDARIES, **told)
+    except TypeError:  # older releases of OpenTelemetry take no advice
+        return meter.create_histogram(name, **told)

@@ -47,7 +47,7 @@ def test_a_variable_sets_its_field(
         ('CLUSTER_SUBSCRIBE_POLL_INTERVAL', 'nan', 'finite number'),
         ('CLUSTER_SUBSCRIBE_RECONCILE_INTERVAL', '-1', 'greater than 0'),
         ('CLUSTER_SUBSCRIBE_EVICT', 'all', "'superseded' or 'off'"),
-        ('CLUSTER_SUBSCRIBE_SWEEP_INTERVAL', 'soon', 'valid number'),
+        ('CLUSTER_SUBSCRIBE_SWEEP_INTERVAL', 'soon', 'number of seconds'),
         ('CLUSTER_SUBSCRIBE_MAX_BUFFERED_EVENTS', '0', 'greater than or equal to 1'),
     ],
 )

@@ -1,12 +1,16 @@
 """The agent of the examples: it books a table, and asks once for how many people."""
 
 import asyncio
+import os
 
 from a2a.helpers import new_task_from_user_message
 from a2a.server.agent_execution import AgentExecutor, RequestContext
 from a2a.server.events import EventQueue
 from a2a.server.tasks import TaskUpdater
 from a2a.types import AgentCapabilities, AgentCard, AgentInterface, AgentSkill, Part
+
+SECONDS = float(os.environ.get('BOOKING_SECONDS', '10'))
+"""How long it takes to ask the restaurant: long enough to subscribe meanwhile, by hand."""
 
 
 class BookingAgent(AgentExecutor):
@@ -25,7 +29,7 @@ class BookingAgent(AgentExecutor):
             await updater.requires_input(question)
             return
         await updater.start_work()
-        await asyncio.sleep(0.2)  # the restaurant is asked
+        await asyncio.sleep(SECONDS)
         await updater.add_artifact([Part(text=f'A table for {people}')], name='booking')
         await updater.complete()
 
