@@ -376,8 +376,9 @@ class Bench:
 
     async def disconnect(self, stream: Stream) -> None:
         """A client that goes away."""
-        stream.watch.reader.cancel()
-        await asyncio.wait({stream.watch.reader})
+        reader = stream.watch.reader
+        reader.cancel()
+        await self.clock.until(reader.done, 'the end of a stream whose client left')
         assert stream.watch.ending == 'cancelled', 'A cancellation was swallowed'
         self._count_open()
         self.streams.remove(stream)
@@ -451,9 +452,7 @@ class Bench:
         for look in range(LOOKS + 1):
             await self._all_idle()
             faults = [
-                fault
-                for one in list(self.streams)
-                if (fault := self._fault(one, racing=racing))
+                fault for one in list(self.streams) if (fault := self._fault(one, racing=racing))
             ]
             if not faults and look:
                 break
@@ -483,7 +482,10 @@ class Bench:
 
     def _snapshot_fault(self, stream: Stream) -> str | None:
         known, watch = stream.task, stream.watch
-        stored = [*known.saves, *((life.version, life.task) for life in (self._before[known], known.now))]
+        stored = [
+            *known.saves,
+            *((life.version, life.task) for life in (self._before[known], known.now)),
+        ]
         if not watch.events:
             states = [task.status.state if task else None for _, task in stored]
             right = {
@@ -584,8 +586,7 @@ class Bench:
             if stream.watch.ending is None and not stream.brake.stands
         )
         return all(
-            one.idle and one.waiting() == reading[replica]
-            for replica, one in self.readings.items()
+            one.idle and one.waiting() == reading[replica] for replica, one in self.readings.items()
         )
 
     def _count_open(self) -> None:
@@ -594,6 +595,8 @@ class Bench:
             handler = replica.handler
             assert isinstance(handler, ClusterSubscribeHandler)
             assert handler.statistics().open_subscriptions == reading[replica]
+            # A stream whose client has only taken the snapshot is not read for yet.
+            assert self.readings[replica].reader.open <= reading[replica]
 
     async def _at_gate(self, play: Play) -> None:
         if play.passed < len(play.gates):
@@ -606,9 +609,7 @@ class Bench:
         number = next(self._words)
         return [f'{number}.{position}' for position in range(len(words) + 1)]
 
-    def _script(
-        self, known: Known, words: Sequence[str], gates: Sequence[str], ending: str
-    ) -> str:
+    def _script(self, known: Known, words: Sequence[str], gates: Sequence[str], ending: str) -> str:
         script = []
         for gate, word in zip(gates, [*words, ending], strict=True):
             value = next(self._words)

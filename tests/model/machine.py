@@ -117,6 +117,7 @@ class Machine(RuleBasedStateMachine):
             clock.run_until_complete(step())
         except AssertionError as error:
             self.broken = True
+            self.world.tally.setdefault('first broken', self.world.tally['clusters'])
             raise AssertionError('\n'.join([str(error), *self.story])) from error
 
     @initialize(
@@ -215,7 +216,9 @@ class Machine(RuleBasedStateMachine):
         if not self._bench.plays:
             return self._go_on(play)
         return self._do(
-            self._bench.advance(self._play(play), count), told=f'rush {play} by {count}', racing=True
+            self._bench.advance(self._play(play), count),
+            told=f'rush {play} by {count}',
+            racing=True,
         )
 
     @rule(joins=st.lists(st.tuples(_replicas, _any, st.booleans()), min_size=1, max_size=3))
@@ -280,9 +283,7 @@ class Machine(RuleBasedStateMachine):
             at, task, words, ending = message
             if not self._busy(at, self._task(task)) and not cancels:
                 steps.append(bench.follow_up(at, self._task(task), words, ending))
-        self._do(
-            *steps, told=f'storm {plays=} {joins=} {cancels=} {message=}', racing=True
-        )
+        self._do(*steps, told=f'storm {plays=} {joins=} {cancels=} {message=}', racing=True)
 
     @rule(
         query=st.sampled_from(['pages', 'stored']),
@@ -291,9 +292,7 @@ class Machine(RuleBasedStateMachine):
         resumed=_any,
         joins=st.lists(st.booleans(), max_size=2),
     )
-    def mid_round(
-        self, query: str, play: int, count: int, resumed: int, joins: list[bool]
-    ) -> None:
+    def mid_round(self, query: str, play: int, count: int, resumed: int, joins: list[bool]) -> None:
         """What is said, resumed and joined while a reader is in the middle of a round."""
         bench = self._bench
         if not (bench.plays and bench.streams):
@@ -335,7 +334,12 @@ class Machine(RuleBasedStateMachine):
 
 
 def run(
-    world: World, clusters: int, *, number: int | None = None, shrink: bool = True, steps: int = STEPS
+    world: World,
+    clusters: int,
+    *,
+    number: int | None = None,
+    shrink: bool = True,
+    steps: int = STEPS,
 ) -> None:
     """Compares so many random clusters with the model.
 

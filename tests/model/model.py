@@ -195,10 +195,9 @@ class Client:
 
     def keeps(self, stored: Task) -> bool:
         """Whether the task that the client has put together is the one stored."""
-        return (
-            self._task.status.state == stored.status.state
-            and list(self._task.artifacts) == list(stored.artifacts)
-        )
+        return self._task.status.state == stored.status.state and list(
+            self._task.artifacts
+        ) == list(stored.artifacts)
 
 
 def _state(event: Event) -> TaskState | None:
