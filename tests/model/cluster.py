@@ -123,9 +123,10 @@ class Stream:
     """
 
     @property
-    def slow(self) -> bool:
-        """Whether the client stops after each event."""
-        return not self.brake.is_set()
+    def lost(self) -> bool:
+        """Whether it has read on, blind, in a second life of its task."""
+        read_on = len(self.watch.events) > 1 or not self.brake.stands
+        return self.blind and read_on and self.task.now.task is not None
 
     @property
     def seen(self) -> Seen:
@@ -164,7 +165,6 @@ class Play:
     gates: Sequence[str]
     passed: int = 0
     life: int = 0
-    raises: bool = False
 
     @property
     def over(self) -> bool:
@@ -176,7 +176,7 @@ class Reading:
 
     def __init__(self, replica: Replica, clock: Clock) -> None:
         self._clock = clock
-        stream = replica.stock._event_stream  # type: ignore[attr-defined]
+        stream = replica.stock._event_stream
         assert isinstance(stream, SharedTailEventStream)
         self.stream = stream
         self.reader = stream._reader
@@ -310,7 +310,7 @@ class Bench:
         replica, gates = self.replicas[at], self._gates(words)
         known = Known('', '')
         turn = replica.start(self._script(known, words, gates, ending))
-        play = Play(turn, replica, known, gates, raises=ending == 'raise')
+        play = Play(turn, replica, known, gates)
         self.plays.append(play)
         await self._at_gate(play)
         task = await turn.task()
@@ -322,7 +322,7 @@ class Bench:
         replica, gates = self.replicas[at], self._gates(words)
         task = Task(id=known.task_id, context_id=known.context_id)
         turn = replica.start(self._script(known, words, gates, ending), task)
-        play = Play(turn, replica, known, gates, life=len(known.past), raises=ending == 'raise')
+        play = Play(turn, replica, known, gates, life=len(known.past))
         self.plays.append(play)
         await self._at_gate(play)
 
@@ -475,7 +475,7 @@ class Bench:
             if fault or stream.client is None:
                 return fault and f'{self._name(stream)}: {fault}'
         life = known.life(stream.client.life)
-        if stream.blind and not stream.brake.stands and known.now.task is not None:
+        if stream.lost:
             return None
         fault = stream.client.fault(stream.seen, life, racing=racing)
         return fault and f'{self._name(stream)}: {fault} {watch.timeline}; the database: {life}'
@@ -512,7 +512,7 @@ class Bench:
         client, seen = stream.client, stream.seen
         assert client is not None
         life = stream.task.life(client.life)
-        if stream.blind and not seen.pausing and stream.task.now.task is not None:
+        if stream.lost:
             self.tally['blind'] += 1
             stream.watch.reader.cancel()
             self.streams.remove(stream)
@@ -529,7 +529,9 @@ class Bench:
         if not play.over:
             return
         self.plays.remove(play)
-        raced = racing or play.task.raced or play.raises or play.life < len(play.task.past)
+        # One that failed says so: words that do not fit what another turn has made of the task.
+        failed = play.turn.reader.exception() is not None
+        raced = racing or play.task.raced or failed or play.life < len(play.task.past)
         lost = play.passed < len(play.gates) and play.task.alive
         assert raced or not lost, f'A turn at {play.replica.name} was lost'
 

@@ -1,10 +1,9 @@
 """Random clusters: what may happen to one, as a state machine of hypothesis."""
 
 import asyncio
-import itertools
 
 from collections import Counter
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -110,7 +109,9 @@ class Machine(RuleBasedStateMachine):
         self.world.tally['steps'] += 1
 
         async def step() -> None:
-            await bench.at_once(*steps)
+            step = asyncio.ensure_future(bench.at_once(*steps))
+            await clock.until(step.done, 'the end of the step')
+            step.result()
             await bench.settle(racing=racing)
 
         try:

@@ -154,19 +154,21 @@ class Client:
         for event in seen.events[self._compared :]:
             if (right := course.next(life)) != event:
                 return f'got {label(event)} instead of {right and label(right)}'
+        if seen.ending is not None:
+            return self._ending_fault(course, seen, life, racing=racing)
         if seen.pausing:
             return None
-        if seen.ending == 'TaskNotFoundError':
-            return None if life.task is None else 'ended as if its task were gone'
-        if seen.ending is not None:
-            right_place = course.may_end() if racing or not life.task else course.must_end(life)
-            ended = f'{seen.ending} after {label(seen.events[-1])}'
-            return None if seen.ending == 'closed' and right_place else ended
-        if life.task is None:
-            return 'is open, and its task is gone'
-        if course.must_end(life):
+        if life.task is None or course.must_end(life):
             return f'is open after {label(seen.events[-1])}'
         return f'lacks {label(lacking)}' if (lacking := course.next(life)) else None
+
+    def _ending_fault(self, course: Course, seen: Seen, life: Life, *, racing: bool) -> str | None:
+        if seen.ending == 'TaskNotFoundError':
+            right = life.task is None
+        else:
+            place = course.may_end() if racing or life.task is None else course.must_end(life)
+            right = seen.ending == 'closed' and place
+        return None if right else f'ended ({seen.ending}) after {label(seen.events[-1])}'
 
     def _torn_fault(self, seen: Seen, stored: Task) -> str | None:
         """All that can be asked of a stream whose log the SDK has spoilt."""
