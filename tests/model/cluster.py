@@ -1,0 +1,632 @@
+"""The system under test: real replicas over a real database, moved step by step.
+
+Nothing waits for a guessed time. The loop's clock is moved on by hand, and what a step
+waits for is asked after each turn of the loop that leaves nothing to do. After every step
+all readers have looked at the database and every stream is compared with the model.
+"""
+
+import asyncio
+import itertools
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from a2a.server.cluster import TaskVersion, VersionedDatabaseTaskStore
+from a2a.types import StreamResponse, Task, TaskState, TaskStatus
+from a2a.utils.errors import A2AError
+from sqlalchemy import Insert, event, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
+from cluster_subscribe.cli.lab import Cluster, Replica, Watch
+from cluster_subscribe.cli.lab.cluster import Turn, caller
+from cluster_subscribe.settings import CloseOn, Evict, Wakeup
+from tests.model.model import TERMINAL, Client, Life, Row, Seen
+
+BACKSTOP: Final = 10.0
+"""Seconds after which something that should have happened counts as never happening."""
+POLL: Final = 0.5
+LOOKS: Final = 4
+"""Looks of a reader within which a stream is right: two for a state, each with one to spare."""
+OWNER: Final = 'user'
+_seqs = itertools.count(1)
+
+
+def number_rows_from(last: int) -> None:
+    """Gives the rows to come numbers above those that a database holds already."""
+    global _seqs  # noqa: PLW0603 - clusters share a database, and so its numbers
+    _seqs = itertools.count(last // 8 + 1)
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose time is moved on, and which says when something has come true."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+        self._hopes: dict[asyncio.Future[None], Callable[[], object]] = {}
+        super().__init__()
+
+    def time(self) -> float:
+        """The time, as far as anybody in this loop can tell."""
+        return super().time() + self._ahead
+
+    def move_on(self, seconds: float) -> None:
+        """Lets time pass at once."""
+        self._ahead += seconds
+
+    async def until(self, come_true: Callable[[], object], what: str) -> None:
+        """Waits until something is true while no callback waits for its turn."""
+        hope = self.create_future()
+        self._hopes[hope] = come_true
+        late = self.call_later(BACKSTOP, hope.cancel)
+        try:
+            await hope
+        except asyncio.CancelledError:
+            raise AssertionError(f'It never happened: {what}') from None
+        finally:
+            late.cancel()
+            del self._hopes[hope]
+
+    def _run_once(self) -> None:
+        super()._run_once()  # type: ignore[misc]
+        if not self._ready:  # type: ignore[attr-defined]
+            for hope, come_true in self._hopes.items():
+                if not hope.done() and come_true():
+                    hope.set_result(None)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What distinguishes one random cluster from the next."""
+
+    close_on: CloseOn = CloseOn.INTERRUPTED
+    buffered: int = 256
+    wakeups: str = 'auto'
+    """`auto`, `poll`, or `none`: not even what the replica publishes itself."""
+    evict: Evict = Evict.SUPERSEDED
+    silent_cancel: bool = False
+    scattered: bool = False
+    """Whether `seq` is allocated in blocks, as by a sequence with a cache."""
+
+
+class _Brake(asyncio.Event):
+    """Stops a reading client, and knows whether it stands."""
+
+    stands = False
+
+    async def wait(self) -> Any:
+        self.stands = not self.is_set()
+        try:
+            return await super().wait()
+        finally:
+            self.stands = False
+
+
+@dataclass(eq=False)
+class Stream:
+    """One subscription: the client's side, and the model's."""
+
+    watch: Watch
+    replica: Replica
+    task: 'Known'
+    brake: _Brake
+    client: Client | None = None
+    """`None` until the snapshot has been compared."""
+
+    blind: bool = False
+    """Whether its task was deleted before it read on from the snapshot.
+
+    Nobody looked for it then, so it may take a second life for its own.
+    """
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has read on, blind, in a second life of its task."""
+        read_on = len(self.watch.events) > 1 or not self.brake.stands
+        return self.blind and read_on and self.task.now.task is not None
+
+    @property
+    def seen(self) -> Seen:
+        return Seen(self.watch.events, self.watch.ending, self.brake.stands)
+
+
+@dataclass(eq=False)
+class Known:
+    """A task as the model knows it."""
+
+    task_id: str
+    context_id: str
+    past: list[Life] = field(default_factory=list)
+    now: Life = field(default_factory=lambda: Life(()))
+    chunked: bool = False
+    raced: bool = False
+    """Whether the SDK may have lost artifacts: a cancel overwrites what it has not read."""
+    saves: list[tuple[int, Task]] = field(default_factory=list)
+    """What was saved since the last comparison: versions and tasks."""
+
+    def life(self, number: int) -> Life:
+        return self.past[number] if number < len(self.past) else self.now
+
+    @property
+    def alive(self) -> bool:
+        return self.now.task is not None and self.now.task.status.state not in TERMINAL
+
+
+@dataclass(eq=False)
+class Play:
+    """One turn of the scripted agent, with a gate before each word."""
+
+    turn: Turn
+    replica: Replica
+    task: Known
+    gates: Sequence[str]
+    passed: int = 0
+    life: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.turn.reader.done()
+
+
+class Reading:
+    """Between a reader and its log: counts looks, and stops one in the middle."""
+
+    def __init__(self, replica: Replica, clock: Clock) -> None:
+        self._clock = clock
+        stream = replica.stock._event_stream
+        assert isinstance(stream, SharedTailEventStream)
+        self.stream = stream
+        self.reader = stream._reader
+        self.now = self.looked = 0
+        self.stop_at: str | None = None
+        self.stopped = self._busy = False
+        self._go = asyncio.Event()
+        self._round = self.reader._round
+        self.reader._round = self._counted  # type: ignore[method-assign]
+        for name in ('pages', 'stored'):
+            query = getattr(self.reader._log, name)
+            setattr(self.reader._log, name, self._stopping(name, query))
+
+    @property
+    def running(self) -> bool:
+        return self.reader.watched_tasks > 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether the reader has nothing to read."""
+        return not (self._busy or self.reader._stir.is_set()) or not self.running
+
+    def waiting(self) -> int:
+        """How many streams have taken all that was read for them."""
+        return sum(
+            s._waiter is not None and not s._waiter.done() for s in self.reader._subscribers()
+        )
+
+    def go(self) -> None:
+        self.stop_at = None
+        self._go.set()
+
+    async def _counted(self, woken: dict[str, None], *, check: bool) -> None:
+        began = self.now
+        self._busy = True
+        try:
+            await self._round(woken, check=check)
+        finally:
+            self._busy = False
+        if check:
+            self.looked = began
+            if began < self.now:
+                # It had begun before the time that has passed meanwhile.
+                self._clock.call_soon(self._clock.move_on, POLL)
+
+    def _stopping(self, name: str, query: Callable[..., Awaitable[Any]]) -> Any:
+        async def ask(*arguments: Any) -> Any:
+            answer = await query(*arguments)
+            if self.stop_at == name and asyncio.current_task() is self.reader._task:
+                self.stopped = True
+                self._go.clear()
+                await self._go.wait()
+                self.stopped = False
+            return answer
+
+        return ask
+
+
+class Bench:
+    """One cluster, its tasks, turns and streams, and the steps that move them."""
+
+    def __init__(self, clock: Clock, url: str, eyes: AsyncEngine, config: Config) -> None:
+        self.clock = clock
+        self.config = config
+        self._eyes = eyes
+        self._store = VersionedDatabaseTaskStore(eyes)
+        self._words = itertools.count(1)
+        self._events: dict[int, Any] = {}
+        settings = Settings(
+            close_on=config.close_on,
+            wakeup=Wakeup.AUTO if config.wakeups == 'auto' else Wakeup.POLL,
+            evict=config.evict,
+            poll_interval=POLL,
+            reconcile_interval=2 * POLL,
+            max_buffered_events=config.buffered,
+        )
+        self.lab = Cluster(
+            url,
+            decorate=lambda handler: wrap(handler, settings=settings),
+            silent_cancel=config.silent_cancel,
+        )
+        self.replicas = self.lab.replicas
+        self.readings = {replica: Reading(replica, clock) for replica in self.replicas}
+        for replica in self.replicas:
+            self._prepare(replica)
+        self.tasks: list[Known] = []
+        self.plays: list[Play] = []
+        self.streams: list[Stream] = []
+        self.tally: Counter[str] = Counter()
+
+    def _prepare(self, replica: Replica) -> None:
+        save = replica.store.save
+
+        async def noted(task: Task, **how: Any) -> TaskVersion:
+            copy = deepcopy(task)
+            version = await save(task, **how)
+            for known in self.tasks:
+                if known.task_id == task.id:
+                    known.saves.append((version._value, copy))  # type: ignore[arg-type]
+            return version
+
+        replica.store.save = noted  # type: ignore[method-assign]
+        if self.config.wakeups == 'none':
+            self.readings[replica].stream.wake = lambda task_id, source: None  # type: ignore[method-assign]
+        block = 8 if self.config.scattered else 1
+        seqs: Iterator[int] = iter(())
+
+        def allocate(_: object, statement: Any, many: Any, one: Any, __: object) -> Any:
+            nonlocal seqs
+            if isinstance(statement, Insert) and statement.table.name == 'task_events':
+                if (seq := next(seqs, None)) is None:
+                    start = next(_seqs) * 8
+                    seqs = iter(range(start + 1, start + block))
+                    seq = start
+                statement = statement.values(seq=seq)
+            return statement, many, one
+
+        event.listen(replica.engine.sync_engine, 'before_execute', allocate, retval=True)
+        if replica.engine.dialect.name == 'sqlite':
+            # A power cut is not what is tested, and being safe from one costs half of the time.
+            event.listen(
+                replica.engine.sync_engine,
+                'connect',
+                lambda connection, _: connection.execute('PRAGMA synchronous = OFF'),
+            )
+
+    # Steps.
+
+    async def begin(self, at: int, words: Sequence[str], ending: str) -> None:
+        """A message that begins a task."""
+        replica, gates = self.replicas[at], self._gates(words)
+        known = Known('', '')
+        turn = replica.start(self._script(known, words, gates, ending))
+        play = Play(turn, replica, known, gates)
+        self.plays.append(play)
+        await self._at_gate(play)
+        task = await turn.task()
+        known.task_id, known.context_id = task.id, task.context_id
+        self.tasks.append(known)
+
+    async def follow_up(self, at: int, known: Known, words: Sequence[str], ending: str) -> None:
+        """A message that begins another turn."""
+        replica, gates = self.replicas[at], self._gates(words)
+        task = Task(id=known.task_id, context_id=known.context_id)
+        turn = replica.start(self._script(known, words, gates, ending), task)
+        play = Play(turn, replica, known, gates, life=len(known.past))
+        self.plays.append(play)
+        await self._at_gate(play)
+
+    async def advance(self, play: Play, count: int) -> None:
+        """Lets an agent say its next words."""
+        gates = play.gates[play.passed : play.passed + count]
+        play.passed += len(gates)
+        self.lab.gates.open(*gates)
+        await self._at_gate(play)
+
+    async def cancel(self, at: int, known: Known, *, alone: bool = True) -> None:
+        """A cancel at any replica."""
+        before = known.now.task
+        known.raced = known.raced or not alone
+        try:
+            await self.replicas[at].cancel(Task(id=known.task_id))
+        except A2AError:
+            assert not alone or not known.alive, 'A running task was not cancelled'
+            return
+        if alone and before is not None and not known.raced:
+            stored = await self.replicas[at].get(known.task_id)
+            assert stored.status.state == TaskState.TASK_STATE_CANCELED
+            assert list(stored.artifacts) == list(before.artifacts), 'The cancel lost artifacts'
+
+    async def subscribe(self, at: int, known: Known, *, slow: bool, user: str = OWNER) -> None:
+        """A client that subscribes, and waits for the snapshot."""
+        replica, brake = self.replicas[at], _Brake()
+        watch = replica.subscribe(Task(id=known.task_id), user)
+        watch._go = brake
+        if not slow:
+            brake.set()
+        if user != OWNER:
+            await self.clock.until(lambda: watch.ending, 'an answer to a stranger')
+            assert watch.timeline == ('TaskNotFoundError',), watch.timeline
+            return
+        self.streams.append(Stream(watch, replica, known, brake))
+        await self.clock.until(lambda: watch.events or watch.ending, 'a snapshot')
+
+    async def pause(self, stream: Stream) -> None:
+        """A client that reads no further after the next event."""
+        stream.brake.clear()
+
+    async def resume(self, stream: Stream) -> None:
+        """A client that reads on."""
+        stream.brake.set()
+
+    async def sip(self, stream: Stream) -> None:
+        """A slow client that takes one event."""
+        stream.brake.set()
+        stream.brake.clear()
+
+    async def disconnect(self, stream: Stream) -> None:
+        """A client that goes away."""
+        reader = stream.watch.reader
+        reader.cancel()
+        await self.clock.until(reader.done, 'the end of a stream whose client left')
+        assert stream.watch.ending == 'cancelled', 'A cancellation was swallowed'
+        self._count_open()
+        self.streams.remove(stream)
+
+    async def delete(self, known: Known) -> None:
+        """The task is deleted; its rows in the log stay."""
+        await self.replicas[0].store.delete(known.task_id, caller(OWNER))
+        known.past.append(Life(known.now.rows))
+        for stream in self.streams:
+            if stream.task is known and stream.brake.stands and len(stream.watch.events) == 1:
+                stream.blind = True
+        known.chunked = False
+
+    async def make_anew(self, known: Known) -> None:
+        """A task under the id of one that was deleted."""
+        task = Task(
+            id=known.task_id,
+            context_id=known.context_id,
+            status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
+        )
+        await self.replicas[0].store.save(
+            task, event=task, prev_version=TaskVersion.MISSING, context=caller(OWNER)
+        )
+
+    async def save(self, at: int, known: Known, state: TaskState, *, silently: bool) -> None:
+        """A state that is saved without an event; silently: under the old version too."""
+        store = self.replicas[at].store
+        stored = await store.get(known.task_id, caller(OWNER))
+        assert stored is not None
+        stored.task.status.CopyFrom(TaskStatus(state=state))
+        if silently:
+            await store.as_task_store.save(stored.task, caller(OWNER))
+        else:
+            await store.save(
+                stored.task, event=None, prev_version=stored.version, context=caller(OWNER)
+            )
+
+    async def sweep(self, at: int) -> None:
+        """A sweep for what other replicas have superseded."""
+        handler = self.replicas[at].handler
+        assert isinstance(handler, ClusterSubscribeHandler)
+        await handler.sweep()
+
+    async def at_once(self, *steps: Awaitable[None]) -> None:
+        """Several steps together."""
+        await asyncio.gather(*steps)
+
+    async def in_mid_round(
+        self, at: int, query: str, first: Awaitable[None], then: Sequence[Awaitable[None]]
+    ) -> None:
+        """One step, then others while a reader has its answer and has not fed it."""
+        reading = self.readings[self.replicas[at]]
+        reading.stop_at = query
+        try:
+            await first
+            self.clock.move_on(POLL)
+            await self.clock.until(lambda: reading.stopped or not reading.running, 'a round')
+            for step in then:
+                await step
+        finally:
+            reading.go()
+
+    # The comparison.
+
+    async def settle(self, *, racing: bool = False) -> None:
+        """Lets everybody read to the end, and compares every stream with the model."""
+        for play in self.plays:
+            await self._at_gate(play)
+        await self._look()
+        faults: list[str] = []
+        for look in range(LOOKS + 1):
+            await self._all_idle()
+            faults = [
+                fault for one in list(self.streams) if (fault := self._fault(one, racing=racing))
+            ]
+            if not faults and look:
+                break
+            await self._let_time_pass()
+        assert not faults, '; '.join(faults)
+        if self._eyes.dialect.name != 'sqlite':
+            assert not any(known.now.task and known.now.torn for known in self.tasks)
+        self._count_open()
+        for stream in list(self.streams):
+            self._accept(stream)
+        for play in list(self.plays):
+            self._account(play, racing=racing)
+        for known in self.tasks:
+            known.saves.clear()
+
+    def _fault(self, stream: Stream, *, racing: bool) -> str | None:
+        known, watch = stream.task, stream.watch
+        if stream.client is None:
+            fault = self._snapshot_fault(stream)
+            if fault or stream.client is None:
+                return fault and f'{self._name(stream)}: {fault}'
+        life = known.life(stream.client.life)
+        if stream.lost:
+            return None
+        fault = stream.client.fault(stream.seen, life, racing=racing)
+        return fault and f'{self._name(stream)}: {fault} {watch.timeline}; the database: {life}'
+
+    def _snapshot_fault(self, stream: Stream) -> str | None:
+        known, watch = stream.task, stream.watch
+        stored = [
+            *known.saves,
+            *((life.version, life.task) for life in (self._before[known], known.now)),
+        ]
+        if not watch.events:
+            states = [task.status.state if task else None for _, task in stored]
+            right = {
+                'TaskNotFoundError': None in states,
+                'UnsupportedOperationError': any(state in TERMINAL for state in states),
+            }
+            if not right.get(str(watch.ending)):
+                return f'no snapshot but {watch.ending}'
+            self.streams.remove(stream)
+            return None
+        snapshot = watch.events[0]
+        versions = [version for version, task in stored if task == snapshot]
+        if not isinstance(snapshot, Task) or not versions:
+            return 'a snapshot that was never stored'
+        stream.client = Client(
+            snapshot,
+            max(versions),
+            len(known.past),
+            ends_at_questions=self.config.close_on is CloseOn.INTERRUPTED,
+        )
+        return None
+
+    def _accept(self, stream: Stream) -> None:
+        client, seen = stream.client, stream.seen
+        assert client is not None
+        life = stream.task.life(client.life)
+        if stream.lost:
+            self.tally['blind'] += 1
+            stream.watch.reader.cancel()
+            self.streams.remove(stream)
+            return
+        self.tally['events'] += client.accept(seen, life)
+        if life.task is not None and client.abreast(life) and not stream.task.raced:
+            self.tally['folds'] += 1
+            assert client.keeps(life.task), f'{self._name(stream)}: not the task that is stored'
+        if seen.ending is not None:
+            self.tally[f'ended: {seen.ending}'] += 1
+            self.streams.remove(stream)
+
+    def _account(self, play: Play, *, racing: bool) -> None:
+        if not play.over:
+            return
+        self.plays.remove(play)
+        # One that failed says so: words that do not fit what another turn has made of the task.
+        failed = play.turn.reader.exception() is not None
+        raced = racing or play.task.raced or failed or play.life < len(play.task.past)
+        lost = play.passed < len(play.gates) and play.task.alive
+        assert raced or not lost, f'A turn at {play.replica.name} was lost'
+
+    def _name(self, stream: Stream) -> str:
+        return f'stream {self.streams.index(stream)} at {stream.replica.name}'
+
+    async def _look(self) -> None:
+        """Reads what the database holds of every task."""
+        self._before = {known: known.now for known in self.tasks}
+        for known in self.tasks:
+            stored = await self._store.get(known.task_id, caller(OWNER))
+            async with self._eyes.connect() as connection:
+                found = await connection.execute(
+                    text(
+                        'SELECT task_version, seq, event_data FROM task_events'
+                        ' WHERE task_id = :task_id ORDER BY task_version, seq'
+                    ),
+                    {'task_id': known.task_id},
+                )
+                rows = [Row(version, seq, self._event(seq, data)) for version, seq, data in found]
+            earlier = {row.seq for life in known.past for row in life.rows}
+            rows = [row for row in rows if row.seq not in earlier]
+            if stored is None:
+                known.now = Life(rows)
+            else:
+                known.now = Life(rows, int(str(stored.version._value)), stored.task)
+
+    def _event(self, seq: int, data: bytes) -> Any:
+        if seq not in self._events:
+            response = StreamResponse.FromString(data)
+            self._events[seq] = getattr(response, str(response.WhichOneof('payload')))
+        return self._events[seq]
+
+    async def _let_time_pass(self) -> None:
+        """Lets the poll interval pass, and every reader look at the database once."""
+        self.clock.move_on(POLL)
+        for reading in self.readings.values():
+            reading.now += 1
+        await self.clock.until(
+            lambda: all(
+                reading.looked == reading.now or not reading.running
+                for reading in self.readings.values()
+            ),
+            'a look at the database when the poll interval had passed',
+        )
+
+    async def _all_idle(self) -> None:
+        await self.clock.until(self._idle, 'that all streams wait')
+
+    def _idle(self) -> bool:
+        reading = Counter(
+            stream.replica
+            for stream in self.streams
+            if stream.watch.ending is None and not stream.brake.stands
+        )
+        return all(
+            one.idle and one.waiting() == reading[replica] for replica, one in self.readings.items()
+        )
+
+    def _count_open(self) -> None:
+        reading = Counter(s.replica for s in self.streams if s.watch.ending is None)
+        for replica in self.replicas:
+            handler = replica.handler
+            assert isinstance(handler, ClusterSubscribeHandler)
+            assert handler.statistics().open_subscriptions == reading[replica]
+            # A stream whose client has only taken the snapshot is not read for yet.
+            assert self.readings[replica].reader.open <= reading[replica]
+
+    async def _at_gate(self, play: Play) -> None:
+        if play.passed < len(play.gates):
+            reached = self.lab.gates._reached[play.gates[play.passed]]
+            await self.clock.until(lambda: play.over or reached.is_set(), 'the end of a word')
+        else:
+            await self.clock.until(lambda: play.over, 'the end of a turn')
+
+    def _gates(self, words: Collection[str]) -> list[str]:
+        number = next(self._words)
+        return [f'{number}.{position}' for position in range(len(words) + 1)]
+
+    def _script(self, known: Known, words: Sequence[str], gates: Sequence[str], ending: str) -> str:
+        script = []
+        for gate, word in zip(gates, [*words, ending], strict=True):
+            value = next(self._words)
+            script.append(f'wait={gate}')
+            if word in ('ret', 'raise'):
+                script.append(word)
+            elif word == 'chunk' and not known.chunked:
+                known.chunked = True
+                script.append('chunk=0')
+            else:
+                script.append(f'{word}={value}')
+        return ' '.join(script)
+
+    async def aclose(self) -> None:
+        """Closes everything; nothing of it is left in the loop."""
+        for reading in self.readings.values():
+            reading.go()
+        await self.lab.aclose()
