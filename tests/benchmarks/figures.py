@@ -71,8 +71,8 @@ async def statements(url: str, runs: int) -> list[Figure]:
     """What idle subscribers cost the database and the processor."""
     figures = []
     for count, tasks in ((1, 1), (100, 10), (1000, 100), (5000, 500)):
-        asked = Figure(f'statements, {count} idle subscribers', '1/s')
-        busy = Figure(f'processor, {count} idle subscribers', '% of a core')
+        asked = Figure(f'statements, {count:,} idle subscribers', '1/s')
+        busy = Figure(f'processor, {count:,} idle subscribers', '% of a core')
         for ours in (False, True) if count <= 1000 else (True,):
             async with (
                 servers(url, 2, ours=ours) as (server, other),
@@ -94,9 +94,9 @@ async def beside(url: str, runs: int) -> list[Figure]:
     """An agent at 20 events a second on a replica with idle subscribers, pool 5 + 10."""
     figures = []
     for count in (0, 1000):
-        rate = Figure(f'agent beside {count} idle subscribers, rate', 'events/s')
-        p50 = Figure(f'agent beside {count} idle subscribers, local p50', 'ms')
-        p99 = Figure(f'agent beside {count} idle subscribers, local p99', 'ms')
+        rate = Figure(f'agent beside {count:,} idle subscribers, rate', 'events/s')
+        p50 = Figure(f'agent beside {count:,} idle subscribers, local p50', 'ms')
+        p99 = Figure(f'agent beside {count:,} idle subscribers, local p99', 'ms')
         for _ in range(max(1, runs // 2)):
             for ours in (False, True):
                 async with (

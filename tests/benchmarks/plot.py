@@ -31,6 +31,6 @@ def draw(figures: list[Figure], path: Path) -> None:
     axes.set_yticklabels([figure.name.split(',')[0].removeprefix('agent ') for figure in rates])
     axes.set_xlabel('events a second that an agent at 20 a second gets out')
     axes.spines[['top', 'right']].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, ncols=2, loc='lower center', bbox_to_anchor=(0.5, 1))
     chart.tight_layout()
-    chart.savefig(path)
+    chart.savefig(path, metadata={'Date': None})

@@ -192,7 +192,7 @@ class Reading:
 
     @property
     def running(self) -> bool:
-        return self.reader.watched_tasks > 0
+        return self.reader.statistics().watched_tasks > 0
 
     @property
     def idle(self) -> bool:
@@ -209,11 +209,11 @@ class Reading:
         self.stop_at = None
         self._go.set()
 
-    async def _counted(self, woken: dict[str, None], *, check: bool) -> None:
+    async def _counted(self, woken: dict[str, None], *, check: bool, patience: float) -> None:
         began = self.now
         self._busy = True
         try:
-            await self._round(woken, check=check)
+            await self._round(woken, check=check, patience=patience)
         finally:
             self._busy = False
         if check:
@@ -598,7 +598,7 @@ class Bench:
             assert isinstance(handler, ClusterSubscribeHandler)
             assert handler.statistics().open_subscriptions == reading[replica]
             # A stream whose client has only taken the snapshot is not read for yet.
-            assert self.readings[replica].reader.open <= reading[replica]
+            assert self.readings[replica].reader._open <= reading[replica]
 
     async def _at_gate(self, play: Play) -> None:
         if play.passed < len(play.gates):

@@ -122,9 +122,9 @@ _TAKE: Final = """\
             woken, self._woken = self._woken, {}
 """
 _PAUSED: Final = """\
-            if paused and feed.drained and (stored := await look()):
-                if not course.contradicts(stored, exact=feed.exact):
-                    return
+                    if not course.contradicts(stored, exact=feed.exact):
+                        return
+                    paused = False
 """
 
 _BEHIND: Final = """\
@@ -182,11 +182,11 @@ MUTANTS: Final = (
     ),
     _mutant(
         'there is no timer',
-        (reader, 'Reader._run', 'within(self._stir, due - loop.time())', 'self._stir.wait()'),
+        (reader, 'Reader._run', 'due - loop.time())', '1e9)'),
     ),
     _mutant(
         'a wakeup in mid-round is dropped, and there is no timer',
-        (reader, 'Reader._run', 'within(self._stir, due - loop.time())', 'self._stir.wait()'),
+        (reader, 'Reader._run', 'due - loop.time())', '1e9)'),
         (reader, 'Reader._run', _TAKE, '            woken = self._woken\n'),
         (
             reader,
@@ -199,10 +199,10 @@ MUTANTS: Final = (
     _mutant(
         'a cancellation is swallowed',
         (
-            handler,
-            'ClusterSubscribeHandler.__serve',
-            '    finally:\n',
-            '    except asyncio.CancelledError:\n        return\n    finally:\n',
+            subscription,
+            'follow',
+            '    finally:\n        telemetry',
+            '    except asyncio.CancelledError:\n        return\n    finally:\n        telemetry',
         ),
     ),
     _mutant(
@@ -245,7 +245,7 @@ MUTANTS: Final = (
             subscription,
             'follow',
             _PAUSED,
-            '            if paused:\n                if True:\n                    return\n',
+            ' ' * 20 + 'return\n',
         ),
     ),
     _mutant(
