@@ -95,7 +95,8 @@ class Mutant:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                return here.tally['first broken'] or here.tally['clusters'], _brief(error)
+                brief = here.stories[0].splitlines()[0] if here.stories else _brief(error)
+                return here.tally['first broken'] or here.tally['clusters'], brief
         return None
 
 
