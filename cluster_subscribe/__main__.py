@@ -1,8 +1,6 @@
 """`python -m cluster_subscribe` is the command `cluster-subscribe`."""
 
-import sys
-
-from cluster_subscribe.cli import main
+from cluster_subscribe.cli import program
 
 if __name__ == '__main__':
-    sys.exit(main())
+    program()

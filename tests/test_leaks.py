@@ -149,7 +149,12 @@ def resident() -> int:
 def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Fails a test that logs anything above DEBUG."""
     yield
-    loud = [one.getMessage() for one in caplog.get_records('call') if one.levelno > logging.DEBUG]
+    loud = [
+        one.getMessage()
+        for one in caplog.get_records('call')
+        # The SDK's server is loud about a client that leaves before it was read.
+        if one.levelno > logging.DEBUG and not one.name.startswith('a2a.')
+    ]
     # Said where another test of this process created the tables before us.
     assert not [said for said in loud if 'slow without an index' not in said]
 

@@ -1,5 +1,5 @@
 """The command line: `cluster-subscribe`."""
 
-from cluster_subscribe.cli.main import main
+from cluster_subscribe.cli.main import main, program
 
-__all__ = ['main']
+__all__ = ['main', 'program']

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
@@ -55,6 +56,8 @@ def run_until_signalled(work: Coroutine[Any, Any, T]) -> T:
 
         def stop(number: int) -> None:
             caught.append(number)
+            # The thread of a cancelled query may still speak to a loop that is gone.
+            threading.excepthook = lambda _: None
             for each in signals:
                 loop.remove_signal_handler(each)
                 signal.signal(each, signal.SIG_IGN)

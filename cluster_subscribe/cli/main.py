@@ -6,6 +6,7 @@ import signal
 import sys
 
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Final, NoReturn
 
@@ -43,6 +44,18 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS.values():
         command.add_parser(subparsers)
     return parser
+
+
+def program() -> NoReturn:
+    """Runs a command as this process, and ends it.
+
+    At once: the driver's thread of a query that was cancelled (F8) would keep it for ever.
+    """
+    status = main()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
