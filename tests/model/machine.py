@@ -241,7 +241,9 @@ class Machine(RuleBasedStateMachine):
         return self._do(step(self._stream(stream)), told=f'{what} {stream}')
 
     @rule(
-        what=st.sampled_from(['save', 'save silently', 'delete', 'cancel', 'sweep', 'stranger']),
+        what=st.sampled_from(
+            ['save', 'save silently', 'delete', 'delete', 'cancel', 'sweep', 'stranger']
+        ),
         at=_replicas,
         task=_any,
         state=_states,
@@ -262,8 +264,9 @@ class Machine(RuleBasedStateMachine):
         elif what == 'delete' and not bench.config.scattered:
             if known.now.task is not None:
                 self._do(bench.delete(known), told=told)
-            else:
+            if known.now.task is None and task % 2:
                 self._do(bench.make_anew(known), told=f'make_anew {at} task {task}')
+                self._do(bench.subscribe(at, known, slow=False), told=f'subscribe {at} anew')
 
     @rule(
         plays=st.dictionaries(_any, st.integers(1, 4), max_size=2),
