@@ -227,11 +227,26 @@ async def test_a_second_life_is_seen_from_the_first(
     subscriber.close()
 
 
-async def test_rows_of_an_earlier_life_are_never_delivered(
+async def test_an_earlier_life_that_the_new_one_has_overtaken_is_not_delivered(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    await writer.say('a', 'b')
+    await writer.store.delete('task', caller())
+    version = await writer.begin()
+    await writer.say('c', 'd', 'e')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber, 3) == ['art c', 'art d', 'art e']
+    subscriber.close()
+
+
+async def test_an_earlier_life_without_a_first_row_is_not_delivered(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     await writer.begin()
     await writer.say('old 2', 'old 3', 'old 4')
+    # A life whose beginning is not logged is known by its length alone.
+    await writer.execute('DELETE FROM task_events WHERE task_version = 1')
     await writer.store.delete('task', caller())
     subscriber = tail.open('task', await writer.begin(), 'user')
     await eventually(lambda: subscriber.floor)
@@ -407,7 +422,8 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
                 ' '.join(map(str, row))
                 for row in await connection.exec_driver_sql(explain + str(sql).replace('%%', '%'))
             )
-            assert len(re.findall(index, plan)) == pages, plan
+            # The rows, and on some databases also the first rows of the task's lives.
+            assert len(re.findall(index, plan)) >= pages, plan
             assert not re.search(scan, plan), plan
     await engine.dispose()
 

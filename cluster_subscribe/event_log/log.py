@@ -29,6 +29,7 @@ from sqlalchemy import (
     Table,
     any_,
     bindparam,
+    case,
     column,
     func,
     inspect,
@@ -300,6 +301,11 @@ class EventLog:
         task_id = bindparam(f'task_{number}', type_=String)
         version = bindparam(f'version_{number}', type_=BigInteger)
         stored = select(v.version).where(v.task_id == task_id).scalar_subquery()
+        # A task that was made anew has a first row again; what was logged before it is another's.
+        first = self._events.alias('first').c
+        lives = select(
+            case((func.min(first.seq) < func.max(first.seq), func.max(first.seq)), else_=0)
+        ).where(first.task_id == task_id, first.task_version == 1)
         return (
             select(
                 literal(number, literal_execute=True).label('page'),
@@ -313,6 +319,7 @@ class EventLog:
             .where(
                 c.task_id == task_id,
                 c.seq > bindparam(f'floor_{number}', type_=BigInteger),
+                c.seq >= lives.scalar_subquery(),
                 # The first term is what the index seeks; the second leaves out what was read.
                 c.task_version >= version,
                 or_(

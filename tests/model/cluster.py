@@ -146,6 +146,8 @@ class Known:
     past: list[Life] = field(default_factory=list)
     now: Life = field(default_factory=lambda: Life(()))
     chunked: bool = False
+    meddled: bool = False
+    """Whether it was saved behind the log's back."""
     raced: bool = False
     """Whether the SDK may have lost artifacts: a cancel overwrites what it has not read."""
     saves: list[tuple[int, Task]] = field(default_factory=list)
@@ -390,7 +392,7 @@ class Bench:
     async def delete(self, known: Known) -> None:
         """The task is deleted; its rows in the log stay."""
         await self.replicas[0].store.delete(known.task_id, caller(OWNER))
-        known.past.append(Life(known.now.rows))
+        known.past.append(Life(known.now.rows, known.now.version))
         for stream in self.streams:
             if stream.task is known and stream.brake.stands and len(stream.watch.events) == 1:
                 stream.blind = True
@@ -409,7 +411,7 @@ class Bench:
 
     async def save(self, at: int, known: Known, state: TaskState, *, silently: bool) -> None:
         """A state that is saved without an event; silently: under the old version too."""
-        store = self.replicas[at].store
+        store, known.meddled = self.replicas[at].store, True
         stored = await store.get(known.task_id, caller(OWNER))
         assert stored is not None
         stored.task.status.CopyFrom(TaskStatus(state=state))
@@ -447,8 +449,13 @@ class Bench:
 
     # The comparison.
 
-    async def settle(self, *, racing: bool = False) -> None:
-        """Lets everybody read to the end, and compares every stream with the model."""
+    async def settle(self, *, racing: bool = False, prompt: Play | None = None) -> None:
+        """Lets everybody read to the end, and compares every stream with the model.
+
+        Args:
+            racing: Whether events were committed while others were delivered.
+            prompt: A turn whose words reach the streams of its own replica by wakeups alone.
+        """
         for play in self.plays:
             await self._at_gate(play)
         await self._look()
@@ -460,6 +467,9 @@ class Bench:
             ]
             if not faults and look:
                 break
+            if not look and prompt and self._announces(prompt):
+                here = f' at {prompt.replica.name}: lacks'
+                assert not any(here in fault for fault in faults), f'No wakeup: {faults}'
             await self._let_time_pass()
         assert not faults, '; '.join(faults)
         if self._eyes.dialect.name != 'sqlite':
@@ -471,6 +481,13 @@ class Bench:
             self._account(play, racing=racing)
         for known in self.tasks:
             known.saves.clear()
+
+    def _announces(self, play: Play) -> bool:
+        """Whether everything that the task's log holds was published where the turn runs."""
+        known = play.task
+        failed = play.over and play.turn.reader.exception() is not None
+        spoilt = failed or known.meddled or known.raced or known.past
+        return self.config.wakeups != 'none' and not spoilt
 
     def _fault(self, stream: Stream, *, racing: bool) -> str | None:
         known, watch = stream.task, stream.watch

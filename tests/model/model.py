@@ -42,6 +42,7 @@ class Life:
     rows: Sequence[Row]
     """In log order."""
     version: int = 0
+    """As stored, or as it was when the task was deleted."""
     task: Task | None = None
     """As stored; `None` before the first save and after the deletion."""
 
@@ -148,8 +149,8 @@ class Client:
             racing: Whether events were committed while others were delivered; a stream may
                 then have ended at a question that was the newest at that time.
         """
-        if life.task is not None and life.torn:
-            return self._torn_fault(seen, life.task)
+        if life.torn:
+            return self._torn_fault(seen, life)
         course = deepcopy(self._course)
         for event in seen.events[self._compared :]:
             if (right := course.next(life)) != event:
@@ -170,13 +171,13 @@ class Client:
             right = seen.ending == 'closed' and place
         return None if right else f'ended ({seen.ending}) after {label(seen.events[-1])}'
 
-    def _torn_fault(self, seen: Seen, stored: Task) -> str | None:
+    def _torn_fault(self, seen: Seen, life: Life) -> str | None:
         """All that can be asked of a stream whose log the SDK has spoilt."""
         events = list(seen.events)
         if any(event in events[:place] for place, event in enumerate(events)):
             return 'got an event twice'
-        hangs = stored.status.state in TERMINAL and not (seen.ending or seen.pausing)
-        return 'hangs' if hangs else None
+        over = life.task is None or life.task.status.state in TERMINAL
+        return 'hangs' if over and not (seen.ending or seen.pausing) else None
 
     def accept(self, seen: Seen, life: Life) -> int:
         """Takes what was compared for good, as a client does that keeps the task itself.

@@ -186,8 +186,7 @@ MUTANTS: Final = (
         (reader, 'Reader._run', 'due - loop.time())', '1e9)'),
     ),
     _mutant(
-        'a wakeup in mid-round is dropped, and there is no timer',
-        (reader, 'Reader._run', 'due - loop.time())', '1e9)'),
+        'a wakeup in mid-round is dropped, and only the timer is left',
         (reader, 'Reader._run', _TAKE, '            woken = self._woken\n'),
         (
             reader,
@@ -238,6 +237,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'the rows of an earlier life are delivered',
+        (log, 'EventLog._page', 'c.seq >= lives.scalar_subquery(),', ''),
         (reader, 'Reader._read', 'any(row.of_earlier_life for row in rows)', 'False'),
     ),
     _mutant(
