@@ -1,6 +1,7 @@
 """How a command ends: its exit status, its one line on stderr, its signals."""
 
 import asyncio
+import os
 import signal
 import threading
 
@@ -16,6 +17,10 @@ UNUSABLE: Final = 2
 """Bad usage, an unreachable database, a missing package."""
 SIGNALLED: Final = 128
 """Plus the number of the signal that ended the command."""
+
+
+_GRACE: Final = 2.0
+"""Seconds for what is left in the loop of a command that was ended and has tidied up."""
 
 
 class Failure(Exception):  # noqa: N818 - what the user is told of, not what went wrong in here
@@ -70,11 +75,20 @@ def run_until_signalled(work: Coroutine[Any, Any, T]) -> T:
         except NotImplementedError:
             # A loop without signal handlers (Windows): there Ctrl-C alone cancels.
             pass
-        return await work
+        try:
+            return await work
+        finally:
+            if caught:
+                end.start()
 
+    # A driver that was cancelled while it connected may never let go of its loop.
+    end = threading.Timer(_GRACE, lambda: os._exit(SIGNALLED + caught[0]))
+    end.daemon = True
     try:
         return asyncio.run(supervised())
     except asyncio.CancelledError:
         if not caught:
             raise
         raise SystemExit(SIGNALLED + caught[0]) from None
+    finally:
+        end.cancel()
