@@ -85,7 +85,9 @@ async def test_what_has_ended_goes_and_what_goes_on_stays(database_url: str, rec
                 counted = select(TaskEventModel.task_id, func.count()).group_by(
                     TaskEventModel.task_id
                 )
-                return {task_id for task_id, _ in await connection.execute(counted)}
+                found = {task_id for task_id, _ in await connection.execute(counted)}
+            # The database was cloned from one in which others play.
+            return found & {ended.id, deleted.id, waiting.id}
 
         await recipe.prune(lab.a.engine)
         assert await left() == {ended.id, waiting.id}
