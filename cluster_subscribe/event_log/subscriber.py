@@ -87,7 +87,7 @@ class Subscriber:
     @property
     def waiting(self) -> bool:
         """Whether the reader should read for this stream; a slow one asks by itself."""
-        return not (self.behind and self._buffer)
+        return not (self._error or (self.behind and self._buffer))
 
     @property
     def drained(self) -> bool:
@@ -133,13 +133,14 @@ class Subscriber:
     def doubt(self, *, gone: bool = False) -> None:
         """Makes the stream look at the store once it has taken what is buffered.
 
-        A stream that has no store to look at only learns that its task is gone.
+        Where the task is gone there is nothing to look at: by the time a slow stream looks,
+        there may be another under its id.
         """
-        if self._strict:
+        if gone:
+            self.fail(TaskNotFoundError(f'Task {self.task_id} was deleted'))
+        elif self._strict:
             self._doubted = True
             self._wake()
-        elif gone:
-            self.fail(TaskNotFoundError(f'Task {self.task_id} was deleted'))
 
     def look_again(self) -> None:
         """Makes the stream look once more when the database has been reached."""
@@ -172,7 +173,8 @@ class Subscriber:
         if self._buffer:
             event, version = self._buffer.pop(0)
             if self.behind and not self._buffer:
-                self.behind = False
+                # What was doubted long ago may be in the log by now, and is judged anew.
+                self.behind = self._doubted = False
                 self._reader.more(self.task_id)
             # The event is shared by all streams of this replica.
             return VersionedEvent(event=deepcopy(event), version=TaskVersion(version))
