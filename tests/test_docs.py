@@ -4,6 +4,7 @@ import ast
 import asyncio
 import importlib
 import inspect
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ from a2a.types import (
     SubscribeToTaskRequest,
     Task,
 )
+from opentelemetry import metrics
 from sqlalchemy.ext.asyncio import create_async_engine
 from sybil import Sybil
 from sybil.example import Example
@@ -85,6 +87,17 @@ def unknown_handler() -> RequestHandler:
     return handler
 
 
+@pytest.fixture
+def _for_one_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keeps from later tests what a document sets for its whole process."""
+    monkeypatch.setattr(metrics, 'set_meter_provider', lambda _: None)
+    logger = logging.getLogger('cluster_subscribe')
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.mark.usefixtures('_for_one_test')
 @each([document for document in DOCUMENTS if '```python' in document.read_text()])
 async def test_the_python_of_a_document_runs(
     document: Path, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
