@@ -132,6 +132,8 @@ class ScriptedAgent(AgentExecutor):
 
     async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
         """Announces CANCELED, or leaves that to the SDK."""
+        # The SDK waits for ever for a producer that it cancels before its first step.
+        await asyncio.sleep(0)
         if not self._silent_cancel:
             await event_queue.enqueue_event(_status(context, TaskState.TASK_STATE_CANCELED))
 
