@@ -50,8 +50,9 @@ Open = Callable[[], AsyncIterator[Any]]
 class Endings:
     """Reads a few events of a subscription, or none, and then ends it in a way of chance."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, patience: float | None) -> None:
         self._chance = random.Random(seed)
+        self._patience = patience
         self.counted: Counter[str] = Counter()
 
     async def play(self, subscribe: Open) -> None:
@@ -72,19 +73,23 @@ class Endings:
         while turns and not reading.done():
             turns -= 1
             await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.wait([reading])
-        assert reading.cancelled()
+        await self._cancel(reading)
 
     async def time_out(self, events: Any) -> None:
         """The reader's time is up."""
         reading = asyncio.ensure_future(_exhaust(events))
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(reading, self._chance.uniform(0, 0.03))
+        await asyncio.wait([reading], timeout=self._chance.uniform(0, 0.03))
+        await self._cancel(reading)
 
     async def drop(self, events: Any) -> None:
         """Nobody closes the generator: the garbage collector meets it."""
         await self._read(events)
+
+    async def _cancel(self, reading: asyncio.Task[None]) -> None:
+        while not reading.done():
+            reading.cancel()
+            await asyncio.wait([reading], timeout=self._patience)
+        assert reading.cancelled()
 
     async def _read(self, events: Any) -> None:
         for _ in range(self._chance.choice([0, 1, 1, 2, 5])):
@@ -177,13 +182,22 @@ async def emitting(writer: Writer) -> AsyncIterator[None]:
         await emitter
 
 
-async def leave_nothing(subscribe: Open, ledger: Ledger, count: int) -> str:
+async def leave_nothing(
+    subscribe: Open, ledger: Ledger, count: int, *, patience: float | None = None
+) -> str:
     """Opens and ends so many subscriptions, and looks at what is left.
+
+    Args:
+        subscribe: Opens one.
+        ledger: Looks.
+        count: How many.
+        patience: Seconds after which a cancellation counts as swallowed by others than us,
+            and is tried again.
 
     Returns:
         The figures.
     """
-    endings = Endings(seed=count)
+    endings = Endings(count, patience)
     start = 0
     for number in range(0, count, AT_ONCE):
         await asyncio.gather(*(endings.play(subscribe) for _ in range(AT_ONCE)))
@@ -286,5 +300,6 @@ async def test_over_a_wire_nothing_is_left(
     lab: Cluster,
 ) -> None:
     async with emitting(writer), serve(lab) as subscribe:
-        figures = await leave_nothing(subscribe, Ledger(lab.c), ASKED // 5 or 100)
+        # On Python 3.10 the HTTP client swallows a cancellation now and then.
+        figures = await leave_nothing(subscribe, Ledger(lab.c), ASKED // 5 or 100, patience=1)
     print(f'\n{serve.__name__}, {writer.engine.dialect.name}: {figures}')
