@@ -55,6 +55,11 @@ class Proxy:
         """Resets every connection in mid-answer, when the database has said so many bytes."""
         self._words = words
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether it has done so."""
+        return self._words is None
+
     def stall(self) -> None:
         """Holds every packet back until `heal()`, and new connections too."""
         self._flowing.clear()

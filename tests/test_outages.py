@@ -24,19 +24,27 @@ from typing import Any
 
 import pytest
 
+from a2a.server.cluster import TaskVersion
 from a2a.types import Part, StreamResponse, Task, TaskArtifactUpdateEvent
 from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, background, wrap
+from cluster_subscribe import (
+    ClusterSubscribeHandler,
+    Settings,
+    SharedTailEventStream,
+    background,
+    wrap,
+)
 from cluster_subscribe.cli.lab import Cluster, Decorate, Watch, label
 from cluster_subscribe.cli.lab.cluster import Replica, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.log import EventLog
 from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
+from cluster_subscribe.settings import Wakeup
 from cluster_subscribe.telemetry import TailStatistics
 from tests.proxy import Proxy, proxy
 
@@ -116,10 +124,6 @@ class Scene:
     def failures(self) -> int:
         """Rounds that failed at the far replicas."""
         return reconnects(self.far.b) + reconnects(self.far.c)
-
-    def failed_more_than(self, count: int) -> bool:
-        """Whether more rounds have failed there."""
-        return self.failures > count
 
     async def go_on(self) -> None:
         """Lets the agent do its second part, which its own replica sees."""
@@ -229,13 +233,30 @@ async def test_a_wire_that_is_cut_in_mid_answer_again_and_again(
     monkeypatch.setattr(event_log_reader, 'PATIENCE', PATIENCE)
     async with scene() as play:
         for words in (1, 20, 200, 2000):
-            before = play.failures
             play.wire.cut_after(words)
             if words == 20:
                 await play.go_on()
-            await eventually(partial(play.failed_more_than, before))
+            await eventually(lambda: play.wire.has_cut)
         await play.recovered(since=time.monotonic())
+        assert play.failures
         await play.end()
+
+
+async def test_an_outage_of_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a round has failed, the next one is due as soon as after a few."""
+    monkeypatch.setattr(event_log_reader, '_LONGEST_PAUSE', 0.0)
+    with socket.create_server(('127.0.0.1', 0)) as nobody:
+        port = nobody.getsockname()[1]
+    engine = create_async_engine(f'postgresql+asyncpg://nobody@127.0.0.1:{port}/nowhere')
+    stream = SharedTailEventStream(engine, settings=Settings(wakeup=Wakeup.POLL))
+    events = stream.subscribe('task', after=TaskVersion(1), owner='user')
+    reading = asyncio.ensure_future(anext(events))
+    await eventually(lambda: reading.done() or stream.statistics().reconnects > 1100)
+    assert not reading.done(), reading.exception()
+    reading.cancel()
+    await asyncio.wait([reading])
+    await stream.aclose()
+    await engine.dispose()
 
 
 @on_a_wire

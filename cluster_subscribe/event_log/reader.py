@@ -32,6 +32,8 @@ _FEW: Final = 8
 """Tasks up to which a wakeup that names none has all their logs read."""
 _LONGEST_PAUSE: Final = 5.0
 """Seconds between two attempts to read, at most."""
+_MOST_PATIENCE: Final = 6
+"""The longest that an attempt may take, in terms of the first."""
 _FINAL_MYSQL_CODES: Final = frozenset({1044, 1054, 1142, 1143, 1146})
 """Missing tables and columns, missing permissions."""
 
@@ -178,8 +180,10 @@ class Reader:
                 self._stir.clear()
                 woken, self._woken = self._woken, {}
                 try:
-                    # Each attempt gets more time: a slow database is not a dead one.
-                    await self._round(woken, check=check, patience=PATIENCE * (failures + 1))
+                    # Each attempt gets more time, up to a limit: a slow database is not a dead
+                    # one, and after a long outage a dead connection is one all the same.
+                    patience = PATIENCE * min(failures + 1, _MOST_PATIENCE)
+                    await self._round(woken, check=check, patience=patience)
                 except Exception as error:
                     if is_final(error):
                         raise
@@ -351,7 +355,7 @@ def is_final(error: Exception) -> bool:
 
 def _pause(failures: int) -> float:
     """Seconds until the next attempt: growing, capped, and spread over the replicas."""
-    most = min(_LONGEST_PAUSE, 0.025 * 2.0**failures)
+    most = min(_LONGEST_PAUSE, 0.025 * 2.0 ** min(failures, 10))
     return most * random.uniform(0.5, 1)  # noqa: S311 - no secret
 
 
