@@ -27,6 +27,7 @@ from a2a.server.request_handlers.grpc_handler import DefaultGrpcServerCallContex
 from a2a.server.routes import DefaultServerCallContextBuilder, create_jsonrpc_routes
 from a2a.types import SubscribeToTaskRequest
 from a2a.types.a2a_pb2_grpc import A2AServiceStub, add_A2AServiceServicer_to_server
+from sqlalchemy import event
 from starlette.applications import Starlette
 from starlette.requests import Request
 
@@ -232,6 +233,27 @@ async def test_in_process_nothing_is_left(lab: Cluster, writer: Writer) -> None:
             ASKED or 250,
         )
     print(f'\nin process, {writer.engine.dialect.name}: {figures}')
+
+
+async def test_a_client_that_leaves_in_mid_query_costs_no_connection(
+    lab: Cluster, writer: Writer
+) -> None:
+    """A query that is cancelled takes its connection with it, so none of ours ever is."""
+    await writer.begin()
+    engine, lost = lab.c.engine, []
+    for name in ('invalidate', 'close'):
+        event.listen(engine.sync_engine, name, lambda *_: lost.append(1))
+    pool: Any = engine.pool
+    for turns in range(100):
+        reading = asyncio.ensure_future(
+            _exhaust(lab.c.handler.on_subscribe_to_task(REQUEST, caller()))
+        )
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+        await eventually(lambda: not pool.checkedout())
+    assert not lost
 
 
 class Known(DefaultServerCallContextBuilder):
