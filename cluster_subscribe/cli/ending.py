@@ -17,8 +17,6 @@ UNUSABLE: Final = 2
 """Bad usage, an unreachable database, a missing package."""
 SIGNALLED: Final = 128
 """Plus the number of the signal that ended the command."""
-
-
 _GRACE: Final = 2.0
 """Seconds for what is left in the loop of a command that was ended and has tidied up."""
 
