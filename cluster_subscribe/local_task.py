@@ -24,7 +24,7 @@ class Verdict(str, Enum):
     IDLE = 'idle'
     """Nothing runs here, and the cached copy is as new as the store."""
     STALE = 'stale'
-    """Nothing runs here, and another replica is ahead (faults F1, F2, F9)."""
+    """Nothing runs here, and the store has gone on without this replica (faults F1, F2, F9)."""
 
 
 def judge(local: LocalTask | None, stored: TaskVersion, *, in_transit: bool) -> Verdict:
@@ -46,7 +46,9 @@ def judge(local: LocalTask | None, stored: TaskVersion, *, in_transit: bool) -> 
 
 
 def superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
-    """Whether the store is past what a replica's memory holds, or has lost the task.
+    """Whether the store has gone on from what a replica's memory holds, or lost the task.
+
+    A lower version is one of a later life: the task was deleted and made anew.
 
     Args:
         local: What this replica's memory holds.
@@ -54,7 +56,7 @@ def superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
     """
     if local.version.is_missing:
         return False
-    return stored is None or stored.is_after(local.version)
+    return stored != local.version
 
 
 def evict(handler: RequestHandler, local: LocalTask, stored: TaskVersion | None) -> bool:

@@ -152,6 +152,28 @@ async def test_a_cancel_at_the_stale_replica_keeps_the_work_of_the_other(
                 assert len(stored.history) == 2
 
 
+@pytest.mark.cancels_queries
+@pytest.mark.parametrize('evict', ['superseded', 'off'])
+async def test_a_cancel_where_an_earlier_life_ran_keeps_the_new_one(
+    database_url: str, evict: str
+) -> None:
+    """F9, for a task that was deleted and made anew: there the copy has the later version."""
+    for name, decorate in (('stock', lambda handler: handler), ('ours', wrapping(evict=evict))):
+        async with cluster(database_url, decorate=decorate) as lab:
+            old = await lab.a.turn('work art=old ask')
+            await lab.b.store.delete(old.id, caller())
+            anew = Task(id=old.id, context_id=old.context_id, metadata={'life': 'new'})
+            await lab.b.store.save(
+                anew, event=anew, prev_version=TaskVersion.MISSING, context=caller()
+            )
+            await lab.a.cancel(anew)
+            stored = await lab.c.get(anew.id)
+            assert stored.status.state == TaskState.TASK_STATE_CANCELED
+            kept = [artifact.artifact_id for artifact in stored.artifacts]
+            assert kept == (['old'] if name == 'stock' else [])
+            assert dict(stored.metadata) == ({} if name == 'stock' else {'life': 'new'})
+
+
 async def test_a_cancel_answers_as_the_sdk_does(database_url: str) -> None:
     async with cluster(database_url, decorate=wrapping()) as lab:
         running = await lab.a.start('work wait=1').at('1')

@@ -211,26 +211,45 @@ async def long_task(url: str, runs: int) -> list[Figure]:
 
 
 async def backlog(url: str, runs: int) -> list[Figure]:
-    """A stream that has 100,000 events to catch up with."""
-    del runs
+    """A stream that has 100,000 events to catch up with, alone and beside a thousand others."""
     speed = Figure('backlog of 100,000 events', 'events/s')
     grown = Figure('memory grown meanwhile', 'MB')
-    async with servers(url, 1, ours=True) as (server,):
+    others = Figure('1,000 others during a backlog, p99 (left: without one)', 'ms')
+    async with servers(url, 2, ours=True) as (server, runner):
         task, _ = await _long(server, 100_000)
-        stream = server.stock._event_stream
-        assert stream is not None
         tracemalloc.start()
-        began, seen = time.perf_counter(), 0
-        events = stream.subscribe(task.id, after=TaskVersion(1))
-        async for _ in events:
-            seen += 1
-            if seen == 99_998:
-                break
-        await events.aclose()
+        began, seen = time.perf_counter(), await _catch_up(server, task)
         speed.ours.append(seen / (time.perf_counter() - began))
         grown.ours.append(tracemalloc.get_traced_memory()[1] / 2**20)
         tracemalloc.stop()
-    return [speed, grown]
+        for _ in range(runs):
+            others.stock.append(await _slowest_of_a_thousand(runner, server))
+            catching_up = asyncio.ensure_future(_catch_up(server, task, times=1000))
+            others.ours.append(await _slowest_of_a_thousand(runner, server))
+            catching_up.cancel()
+            await asyncio.wait([catching_up])
+    return [speed, grown, others]
+
+
+async def _catch_up(server: Server, task: Task, times: int = 1) -> int:
+    """Reads the events of a long task, and says how many there were."""
+    stream, seen = server.stock._event_stream, 0
+    assert stream is not None
+    for _ in range(times):
+        events = stream.subscribe(task.id, after=TaskVersion(1))
+        async for event in events:
+            seen += 1
+            if event.version == TaskVersion(99_999):
+                break
+        await events.aclose()
+    return seen
+
+
+async def _slowest_of_a_thousand(runner: Server, server: Server) -> float:
+    """The p99 of a hundred subscribers each of ten tasks that emit once a second."""
+    tasks = [await runner.send('1 10') for _ in range(10)]
+    streams = [server.subscribe(task) for task in tasks for _ in range(100)]
+    return percentile([age for ages in await lags(streams) for age in ages], 0.99)
 
 
 async def _long(server: Server, length: int) -> tuple[Task, TaskVersion]:
