@@ -462,19 +462,25 @@ class Bench:
         for play in self.plays:
             await self._at_gate(play)
         await self._look()
-        faults: list[str] = []
+        faults: dict[Stream, str] = {}
         for look in range(LOOKS + 1):
             await self._all_idle()
-            faults = [
-                fault for one in list(self.streams) if (fault := self._fault(one, racing=racing))
-            ]
+            faults = {
+                one: fault
+                for one in list(self.streams)
+                if (fault := self._fault(one, racing=racing))
+            }
             if not faults and look:
                 break
             if not look and prompt and self._announces(prompt):
-                here = f' at {prompt.replica.name}: lacks'
-                assert not any(here in fault for fault in faults), f'No wakeup: {faults}'
+                late = [
+                    fault
+                    for one, fault in faults.items()
+                    if (one.task, one.replica) == (prompt.task, prompt.replica) and 'lacks' in fault
+                ]
+                assert not late, f'No wakeup: {late}'
             await self._let_time_pass()
-        assert not faults, '; '.join(faults)
+        assert not faults, '; '.join(faults.values())
         if self._eyes.dialect.name != 'sqlite':
             assert not any(known.now.task and known.now.torn for known in self.tasks)
         self._count_open()

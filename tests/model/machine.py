@@ -124,6 +124,9 @@ class Machine(RuleBasedStateMachine):
             self.broken = True
             self.world.tally.setdefault('first broken', self.world.tally['clusters'])
             story = '\n'.join([f'{error!r}', *self.story])
+            if not self.world.stories:
+                # Making it small may take minutes, and may find that it does not come again.
+                print(f'A counterexample: {story}', flush=True)
             self.world.stories.append(story)
             raise AssertionError(story) from error
 
