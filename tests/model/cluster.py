@@ -150,6 +150,8 @@ class Known:
     """Whether it was saved behind the log's back."""
     raced: bool = False
     """Whether the SDK may have lost artifacts: a cancel overwrites what it has not read."""
+    ran: set[int] = field(default_factory=set)
+    """The replicas that a turn was begun at."""
     saves: list[tuple[int, Task]] = field(default_factory=list)
     """What was saved since the last comparison: versions and tasks."""
 
@@ -314,7 +316,7 @@ class Bench:
     async def begin(self, at: int, words: Sequence[str], ending: str) -> None:
         """A message that begins a task."""
         replica, gates = self.replicas[at], self._gates(words)
-        known = Known('', '')
+        known = Known('', '', ran={at})
         turn = replica.start(self._script(known, words, gates, ending))
         play = Play(turn, replica, known, gates)
         self.plays.append(play)
@@ -326,6 +328,7 @@ class Bench:
     async def follow_up(self, at: int, known: Known, words: Sequence[str], ending: str) -> None:
         """A message that begins another turn."""
         replica, gates = self.replicas[at], self._gates(words)
+        known.ran.add(at)
         task = Task(id=known.task_id, context_id=known.context_id)
         turn = replica.start(self._script(known, words, gates, ending), task)
         play = Play(turn, replica, known, gates, life=len(known.past))

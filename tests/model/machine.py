@@ -92,6 +92,8 @@ class Machine(RuleBasedStateMachine):
     """One random cluster. After each step every stream is what the model says."""
 
     world: World
+    tells: bool
+    """Whether the first counterexample is told at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Machine(RuleBasedStateMachine):
             self.broken = True
             self.world.tally.setdefault('first broken', self.world.tally['clusters'])
             story = '\n'.join([f'{error!r}', *self.story])
-            if not self.world.stories:
+            if self.tells and not self.world.stories:
                 # Making it small may take minutes, and may find that it does not come again.
                 print(f'A counterexample: {story}', flush=True)
             self.world.stories.append(story)
@@ -248,7 +250,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         what=st.sampled_from(
-            ['save', 'save silently', 'delete', 'delete', 'cancel', 'sweep', 'stranger']
+            [
+                *('save', 'save silently', 'delete', 'delete', 'sweep', 'stranger'),
+                *('cancel', 'cancel where a turn ran'),
+            ]
         ),
         at=_replicas,
         task=_any,
@@ -262,8 +267,11 @@ class Machine(RuleBasedStateMachine):
             self._do(bench.sweep(at), told=told)
         elif what == 'stranger':
             self._do(bench.subscribe(at, known, slow=False, user='stranger'), told=told)
-        elif what == 'cancel' and known.alive and not known.raced:
-            self._do(bench.cancel(at, known), told=told)
+        elif what.startswith('cancel') and known.alive and not known.raced:
+            ran = sorted(one for one in known.ran if not self._busy(one, known))
+            if ran and what != 'cancel':
+                at = ran[at % len(ran)]
+            self._do(bench.cancel(at, known), told=f'{what} {at} task {task}')
         elif what.startswith('save') and known.alive:
             step = bench.save(at, known, state, silently=what.endswith('silently'))
             self._do(step, told=f'{told} {TaskState.Name(state)}')
@@ -378,7 +386,7 @@ def run(
     Raises:
         AssertionError: A stream was not what the model says; tells the story.
     """
-    machine = type('Machine', (Machine,), {'world': world})
+    machine = type('Machine', (Machine,), {'world': world, 'tells': shrink})
     if number is not None:
         machine = seed(number)(machine)
     run_state_machine_as_test(
