@@ -35,7 +35,7 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.event_log.log import findable
-from cluster_subscribe.local_task import Verdict, evict, judge
+from cluster_subscribe.local_task import Verdict, evict, judge, superseded
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
 from cluster_subscribe.subscription import (
@@ -422,14 +422,24 @@ class ClusterSubscribeHandler(_Base):
         return True
 
     async def __drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
-        if sdk.local_task(self.__wrapped, task_id) is None:
-            return
-        stored = await self.__try_to_read(task_id, context)
-        if stored is None or (local := sdk.local_task(self.__wrapped, task_id)) is None:
-            return
-        verdict = judge(local, stored.version, in_transit=task_id in self.__in_transit)
-        if verdict is Verdict.STALE and not self.__evict(local, stored.version):
-            sdk.forget_copy(local.active)
+        """Has the SDK read the store before it writes CANCELED, which it does unchecked (F9).
+
+        A running turn lags its own saves; its copy is old if one look later it is the same.
+        """
+        seen: TaskVersion | None = None
+        for _ in range(2):
+            if sdk.local_task(self.__wrapped, task_id) is None:
+                return
+            stored = await self.__try_to_read(task_id, context)
+            local = sdk.local_task(self.__wrapped, task_id)
+            if stored is None or local is None:
+                return
+            if not superseded(local, stored.version) or self.__evict(local, stored.version):
+                return
+            if local.version == seen or not local.in_flight:
+                sdk.forget_copy(local.active)
+                return
+            seen = local.version
 
     def __start_sweeping(self) -> None:
         if (

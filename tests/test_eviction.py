@@ -153,6 +153,21 @@ async def test_a_cancel_at_the_stale_replica_keeps_the_work_of_the_other(
 
 
 @pytest.mark.cancels_queries
+async def test_a_cancel_where_a_turn_runs_keeps_the_work_of_another(database_url: str) -> None:
+    """F9, where two turns of the task run at once."""
+    for name, decorate in (('stock', lambda handler: handler), ('ours', wrapping())):
+        async with cluster(database_url, decorate=decorate) as lab:
+            task = await lab.a.turn('ask')
+            await lab.a.start('work wait=1 done', task).at('1')
+            await lab.b.start('art=one art=two wait=2 done', task).at('2')
+            await lab.a.cancel(task)
+            stored = await lab.c.get(task.id)
+            assert stored.status.state == TaskState.TASK_STATE_CANCELED
+            kept = [artifact.artifact_id for artifact in stored.artifacts]
+            assert kept == ([] if name == 'stock' else ['one', 'two'])
+
+
+@pytest.mark.cancels_queries
 @pytest.mark.parametrize('evict', ['superseded', 'off'])
 async def test_a_cancel_where_an_earlier_life_ran_keeps_the_new_one(
     database_url: str, evict: str

@@ -282,8 +282,8 @@ MUTANTS: Final = (
         (
             handler,
             'ClusterSubscribeHandler.__drop_stale_copy',
-            'verdict is Verdict.STALE and',
-            'False and',
+            'not superseded(local, stored.version) or',
+            'True or',
         ),
     ),
     _mutant(
