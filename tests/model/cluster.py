@@ -590,7 +590,9 @@ class Bench:
             if stored is None:
                 known.now = Life(rows)
             else:
-                known.now = Life(rows, int(str(stored.version._value)), stored.task)
+                foundling = bool(known.past) and [row.version for row in rows[:1]] != [1]
+                version = int(str(stored.version._value))
+                known.now = Life(rows, version, stored.task, foundling)
 
     def _event(self, seq: int, data: bytes) -> Any:
         if seq not in self._events:

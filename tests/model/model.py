@@ -45,6 +45,16 @@ class Life:
     """As stored, or as it was when the task was deleted."""
     task: Task | None = None
     """As stored; `None` before the first save and after the deletion."""
+    foundling: bool = False
+    """Whether it is a later life that began without a row.
+
+    So nothing tells where the rows of the earlier one end: a published limit.
+    """
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether its log cannot be followed exactly."""
+        return self.torn or self.foundling
 
     @property
     def torn(self) -> bool:
@@ -149,7 +159,7 @@ class Client:
             racing: Whether events were committed while others were delivered; a stream may
                 then have ended at a question that was the newest at that time.
         """
-        if life.torn:
+        if life.spoilt:
             return self._torn_fault(seen, life)
         course = deepcopy(self._course)
         for event in seen.events[self._compared :]:
@@ -187,7 +197,7 @@ class Client:
             How many events that were.
         """
         new = seen.events[self._compared :]
-        for event in new if not life.torn else ():
+        for event in new if not life.spoilt else ():
             self._course.next(life)
             self._task = _folded(self._task, event)
         self._compared += len(new)
@@ -195,7 +205,7 @@ class Client:
 
     def abreast(self, life: Life) -> bool:
         """Whether the client knows all that is stored."""
-        return not life.torn and self._course.agrees(life)
+        return not life.spoilt and self._course.agrees(life)
 
     def keeps(self, stored: Task) -> bool:
         """Whether the task that the client has put together is the one stored."""
