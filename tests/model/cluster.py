@@ -510,7 +510,9 @@ class Bench:
         life = known.life(stream.client.life)
         if stream.lost:
             return None
-        fault = stream.client.fault(stream.seen, life, racing=racing)
+        # After a silent save, the record of a message announces the state that it undoes: a
+        # question that is the newest until the turn goes on.
+        fault = stream.client.fault(stream.seen, life, racing=racing or known.meddled)
         return fault and f'{self._name(stream)}: {fault} {watch.timeline}; the database: {life}'
 
     def _snapshot_fault(self, stream: Stream) -> str | None:

@@ -271,10 +271,7 @@ class Machine(RuleBasedStateMachine):
             ran = sorted(one for one in known.ran if not self._busy(one, known))
             if ran and what != 'cancel':
                 at = ran[at % len(ran)]
-            # After a silent save, the record of a message announces the state that it undoes:
-            # a question that is the newest until the cancel follows.
-            step, racing = bench.cancel(at, known), known.meddled
-            self._do(step, told=f'{what} {at} task {task}', racing=racing)
+            self._do(bench.cancel(at, known), told=f'{what} {at} task {task}')
         elif what.startswith('save') and known.alive:
             step = bench.save(at, known, state, silently=what.endswith('silently'))
             self._do(step, told=f'{told} {TaskState.Name(state)}')
