@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -105,15 +104,16 @@ async def test_judges_stock_and_wrapped_and_touches_nothing_else(
     await tables_with_a_task_of_the_user(database_url)
     before = await tasks_and_what_is_left(database_url, prefix)
 
-    assert await check(database_url, 'f3, F8') == 0
+    # The other replicas are stock, too, and must have the time to be right.
+    patience = Patience(stock=2, wrapped=2)
+    assert await check(database_url, 'f3, F8', patience=patience) == 0
 
     head, *_ = lines = capsys.readouterr().out.splitlines()
     assert f'a2a-sdk {SDK}, ' in head
     assert lines[-1] == f'a2a-sdk {SDK} needs the decorator because of F3 and F8.'
     cells = {line.split()[0]: line for line in lines if line.startswith('F')}
     assert list(cells) == ['F3', 'F8']
-    # On a slow machine the others have not said all by the time that counts as silence.
-    assert re.search('A.*: (never closed|silent)', cells['F3'])
+    assert 'A: never closed' in cells['F3']
     assert 'A: closed instead of cancelled' in cells['F8']
     assert all(line.split()[-1] == 'right' for line in cells.values())
     assert await tasks_and_what_is_left(database_url, prefix) == before
