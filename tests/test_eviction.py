@@ -31,7 +31,7 @@ from a2a.types import (
 from a2a.utils.errors import A2AError
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
-from cluster_subscribe.cli.lab import Decorate, Replica
+from cluster_subscribe.cli.lab import Cluster, Decorate, Replica
 from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster, user_message
 from tests.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 
@@ -129,6 +129,14 @@ async def test_a_finished_one_that_the_sdk_left_behind_is_closed(sqlite_url: str
         await eventually_swept(lab.a, set())
 
 
+async def canceled(lab: Cluster, task: Task) -> Task:
+    """Cancels a task at A, and gives it as stored."""
+    assert await lab.a.cancel(task) is not None
+    stored = await lab.c.get(task.id)
+    assert stored.status.state == TaskState.TASK_STATE_CANCELED
+    return stored
+
+
 @pytest.mark.cancels_queries
 @pytest.mark.parametrize('evict', ['superseded', 'off'])
 async def test_a_cancel_at_the_stale_replica_keeps_the_work_of_the_other(
@@ -139,10 +147,7 @@ async def test_a_cancel_at_the_stale_replica_keeps_the_work_of_the_other(
         async with cluster(database_url, decorate=decorate) as lab:
             task = await lab.a.turn('ask')
             await lab.b.start('work art=one art=two wait=1 done', task).at('1')
-            canceled = await lab.a.cancel(task)
-            assert canceled is not None
-            stored = await lab.c.get(task.id)
-            assert stored.status.state == TaskState.TASK_STATE_CANCELED
+            stored = await canceled(lab, task)
             kept = [artifact.artifact_id for artifact in stored.artifacts]
             if name == 'stock':
                 assert kept == []
@@ -160,9 +165,7 @@ async def test_a_cancel_where_a_turn_runs_keeps_the_work_of_another(database_url
             task = await lab.a.turn('ask')
             await lab.a.start('work wait=1 done', task).at('1')
             await lab.b.start('art=one art=two wait=2 done', task).at('2')
-            await lab.a.cancel(task)
-            stored = await lab.c.get(task.id)
-            assert stored.status.state == TaskState.TASK_STATE_CANCELED
+            stored = await canceled(lab, task)
             kept = [artifact.artifact_id for artifact in stored.artifacts]
             assert kept == ([] if name == 'stock' else ['one', 'two'])
 
@@ -181,9 +184,7 @@ async def test_a_cancel_where_an_earlier_life_ran_keeps_the_new_one(
             await lab.b.store.save(
                 anew, event=anew, prev_version=TaskVersion.MISSING, context=caller()
             )
-            await lab.a.cancel(anew)
-            stored = await lab.c.get(anew.id)
-            assert stored.status.state == TaskState.TASK_STATE_CANCELED
+            stored = await canceled(lab, anew)
             kept = [artifact.artifact_id for artifact in stored.artifacts]
             assert kept == (['old'] if name == 'stock' else [])
             assert dict(stored.metadata) == ({} if name == 'stock' else {'life': 'new'})

@@ -69,32 +69,38 @@ class Endings:
 
     async def cancel(self, events: Any) -> None:
         """The reading task is cancelled, after some turns of the loop."""
-        reading = asyncio.ensure_future(_exhaust(events))
-        turns = self._chance.choice([0, 1, 2, 3, 5, 10, 50])
-        while turns and not reading.done():
-            turns -= 1
-            await asyncio.sleep(0)
-        await self._cancel(reading)
+        await leave(events, self._chance.choice([0, 1, 2, 3, 5, 10, 50]), self._patience)
 
     async def time_out(self, events: Any) -> None:
         """The reader's time is up."""
         reading = asyncio.ensure_future(_exhaust(events))
         await asyncio.wait([reading], timeout=self._chance.uniform(0, 0.03))
-        await self._cancel(reading)
+        await cancelled(reading, self._patience)
 
     async def drop(self, events: Any) -> None:
         """Nobody closes the generator: the garbage collector meets it."""
         await self._read(events)
 
-    async def _cancel(self, reading: asyncio.Task[None]) -> None:
-        while not reading.done():
-            reading.cancel()
-            await asyncio.wait([reading], timeout=self._patience)
-        assert reading.cancelled()
-
     async def _read(self, events: Any) -> None:
         for _ in range(self._chance.choice([0, 1, 1, 2, 5])):
             await anext(events)
+
+
+async def leave(events: AsyncIterator[Any], turns: int, patience: float | None = None) -> None:
+    """Reads, and is cancelled after so many turns of the loop."""
+    reading = asyncio.ensure_future(_exhaust(events))
+    while turns and not reading.done():
+        turns -= 1
+        await asyncio.sleep(0)
+    await cancelled(reading, patience)
+
+
+async def cancelled(reading: asyncio.Task[None], patience: float | None) -> None:
+    """Cancels a reader; again whenever its patience, in seconds, is over."""
+    while not reading.done():
+        reading.cancel()
+        await asyncio.wait([reading], timeout=patience)
+    assert reading.cancelled()
 
 
 async def _exhaust(events: AsyncIterator[Any]) -> None:
@@ -245,13 +251,7 @@ async def test_a_client_that_leaves_in_mid_query_costs_no_connection(
         event.listen(engine.sync_engine, name, lambda *_: lost.append(1))
     pool: Any = engine.pool
     for turns in range(100):
-        reading = asyncio.ensure_future(
-            _exhaust(lab.c.handler.on_subscribe_to_task(REQUEST, caller()))
-        )
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        reading.cancel()
-        await asyncio.wait([reading])
+        await leave(lab.c.handler.on_subscribe_to_task(REQUEST, caller()), turns)
         await eventually(lambda: not pool.checkedout())
     assert not lost
 

@@ -216,22 +216,22 @@ async def backlog(url: str, runs: int) -> list[Figure]:
     grown = Figure('memory grown meanwhile', 'MB')
     others = Figure('1,000 others during a backlog, p99 (left: without one)', 'ms')
     async with servers(url, 2, ours=True) as (server, runner):
-        task, _ = await _long(server, 100_000)
+        task, last = await _long(server, 100_000)
         tracemalloc.start()
-        began, seen = time.perf_counter(), await _catch_up(server, task)
+        began, seen = time.perf_counter(), await _catch_up(server, task, last)
         speed.ours.append(seen / (time.perf_counter() - began))
         grown.ours.append(tracemalloc.get_traced_memory()[1] / 2**20)
         tracemalloc.stop()
         for _ in range(runs):
             others.stock.append(await _slowest_of_a_thousand(runner, server))
-            catching_up = asyncio.ensure_future(_catch_up(server, task, times=1000))
+            catching_up = asyncio.ensure_future(_catch_up(server, task, last, times=1000))
             others.ours.append(await _slowest_of_a_thousand(runner, server))
             catching_up.cancel()
             await asyncio.wait([catching_up])
     return [speed, grown, others]
 
 
-async def _catch_up(server: Server, task: Task, times: int = 1) -> int:
+async def _catch_up(server: Server, task: Task, last: TaskVersion, times: int = 1) -> int:
     """Reads the events of a long task, and says how many there were."""
     stream, seen = server.stock._event_stream, 0
     assert stream is not None
@@ -239,7 +239,7 @@ async def _catch_up(server: Server, task: Task, times: int = 1) -> int:
         events = stream.subscribe(task.id, after=TaskVersion(1))
         async for event in events:
             seen += 1
-            if event.version == TaskVersion(99_999):
+            if event.version == last:
                 break
         await events.aclose()
     return seen
