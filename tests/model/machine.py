@@ -48,7 +48,7 @@ _configs: Final = st.builds(
     buffered=st.sampled_from([1, 2, 3, 256]),
     wakeups=st.sampled_from(['auto', 'auto', 'poll', 'none']),
     evict=st.sampled_from([Evict.SUPERSEDED, Evict.SUPERSEDED, Evict.OFF]),
-    silent_cancel=st.booleans(),
+    silent_cancel=st.sampled_from([False, False, True]),
     scattered=st.booleans(),
 )
 
@@ -210,6 +210,30 @@ class Machine(RuleBasedStateMachine):
                 told=f'follow_up {free[0]} task {task} {words} {ending}',
             )
 
+    @rule(
+        at=_replicas,
+        task=_any,
+        words=_words,
+        then=st.sampled_from(['cancel', 'cancel', 'subscribe']),
+    )
+    def hand_over(self, at: int, task: int, words: list[str], then: str) -> None:
+        """A question, its answer at the next replica, and a request at the first."""
+        known, bench = self._task(task), self._bench
+        other = (at + 1) % 3
+        if known not in self._alive() or self._busy(at, known) or self._busy(other, known):
+            return self.follow_up(at, task, words, 'ret')
+        for replica, script in ((at, ['ask']), (other, ['art', *words])):
+            self._do(
+                bench.follow_up(replica, known, script, 'ret'),
+                told=f'follow_up {replica} task {task} {script}',
+            )
+            self._do(bench.advance(bench.plays[-1], 2), told='advance the last by 2')
+        if then == 'subscribe':
+            self._do(bench.subscribe(at, known, slow=False), told=f'subscribe {at}')
+        elif known.alive and not known.raced:
+            self._do(bench.cancel(at, known), told=f'cancel {at} task {task}')
+        return None
+
     @rule(play=_any)
     def advance(self, play: int) -> None:
         """One word of an agent."""
@@ -223,16 +247,18 @@ class Machine(RuleBasedStateMachine):
         """As often as all else together."""
         self.advance(play)
 
-    @rule(play=_any, count=st.integers(2, 5))
-    def rush(self, play: int, count: int) -> None:
-        """Several words of an agent at once."""
-        if not self._bench.plays:
+    @rule(play=_any, count=st.integers(2, 5), lagging=st.none() | _any)
+    def rush(self, play: int, count: int, lagging: int | None) -> None:
+        """Several words of an agent at once, perhaps while a client reads no further."""
+        bench = self._bench
+        if not bench.plays:
             return self._go_on(play)
-        return self._do(
-            self._bench.advance(self._play(play), count),
-            told=f'rush {play} by {count}',
-            racing=True,
-        )
+        moved = self._play(play)
+        steps: list[Awaitable[None]] = [bench.advance(moved, count)]
+        streams = [stream for stream in bench.streams if stream.task is moved.task]
+        if streams and lagging is not None:
+            steps.insert(0, bench.pause(streams[lagging % len(streams)]))
+        return self._do(*steps, told=f'rush {play} by {count} {lagging=}', racing=True)
 
     @rule(joins=st.lists(st.tuples(_replicas, _any, st.booleans()), min_size=1, max_size=3))
     def subscribe(self, joins: list[tuple[int, int, bool]]) -> None:
