@@ -438,6 +438,11 @@ class Bench:
         """Several steps together."""
         await asyncio.gather(*steps)
 
+    async def in_order(self, *steps: Awaitable[None]) -> None:
+        """Several steps, one after the other, with no look at the database in between."""
+        for step in steps:
+            await step
+
     async def in_mid_round(
         self, at: int, query: str, first: Awaitable[None], then: Sequence[Awaitable[None]]
     ) -> None:

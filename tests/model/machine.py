@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from a2a.server.cluster import VersionedDatabaseTaskStore
 from a2a.types import TaskState
-from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from cluster_subscribe.settings import CloseOn, Evict
 from tests.model import cluster
 from tests.model.cluster import Bench, Clock, Config, Known, Play, Stream
+from tests.model.model import TERMINAL
 
 STEPS: Final = 14
 """Steps of one cluster."""
@@ -281,7 +282,8 @@ class Machine(RuleBasedStateMachine):
     @rule(
         what=st.sampled_from(
             [
-                *('save', 'save silently', 'delete', 'delete', 'sweep', 'stranger'),
+                *('save', 'save silently', 'save and go on', 'save and go on'),
+                *('delete', 'delete', 'sweep', 'stranger'),
                 *('cancel', 'cancel where a turn ran'),
             ]
         ),
@@ -303,8 +305,12 @@ class Machine(RuleBasedStateMachine):
                 at = ran[at % len(ran)]
             self._do(bench.cancel(at, known), told=f'{what} {at} task {task}')
         elif what.startswith('save') and known.alive:
-            step = bench.save(at, known, state, silently=what.endswith('silently'))
-            self._do(step, told=f'{told} {TaskState.Name(state)}')
+            steps = [bench.save(at, known, state, silently=what.endswith('silently'))]
+            if what.endswith('go on') and state not in TERMINAL and not self._busy(at, known):
+                # Nobody looks in between: a log with a hole is read.
+                steps.append(bench.follow_up(at, known, ['work', 'chunk'], 'ret'))
+            told = f'{told} {TaskState.Name(state)}'
+            self._do(bench.in_order(*steps), told=told, racing=len(steps) > 1)
         elif what == 'delete' and not bench.config.scattered:
             if known.now.task is not None:
                 self._do(bench.delete(known), told=told)
@@ -428,6 +434,7 @@ def run(
             database=None,
             deadline=None,
             suppress_health_check=list(HealthCheck),
+            verbosity=Verbosity.normal if shrink else Verbosity.quiet,
             phases=(Phase.generate, Phase.shrink) if shrink else (Phase.generate,),
         ),
     )
