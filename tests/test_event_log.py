@@ -553,7 +553,7 @@ async def test_the_stream_survives_its_connections(
             await lab.b.turn('work done', task)
             assert await watch.until(lambda w: w.ending, BACKSTOP)
             assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
-            await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) >= 1)
+            await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 2)
 
 
 def tail_of(replica: Any) -> SharedTailEventStream:
