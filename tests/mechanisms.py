@@ -58,6 +58,10 @@ _LOG: Final = 'event_log/log.py'
 _READER: Final = 'event_log/reader.py'
 _SUBSCRIBER: Final = 'event_log/subscriber.py'
 _LISTEN: Final = 'event_log/wakeup/postgresql.py'
+_CARRIES_NOTHING: Final = (
+    'test_event_log.py::'
+    'test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one_warning'
+)
 
 MECHANISMS: Final = (
     # Real processes.
@@ -173,7 +177,14 @@ MECHANISMS: Final = (
         _LISTEN,
         'if not await heard.within(_TRIAL):',
         'if False:',
-        'test_event_log.py::test_a_channel_that_carries_nothing_is_given_up_with_one_warning',
+        _CARRIES_NOTHING,
+    ),
+    _mechanism(
+        'a trial of NOTIFY that failed is repeated, seldom',
+        _LISTEN,
+        'await self._stop.within(_DEAF)',
+        'True',
+        _CARRIES_NOTHING,
     ),
     _mechanism(
         'behind a pooler, reads stay in one transaction',

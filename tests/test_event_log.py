@@ -40,6 +40,7 @@ from cluster_subscribe import (
 from cluster_subscribe.cli.lab import Cluster, Decorate, label
 from cluster_subscribe.cli.lab.cluster import caller, cluster
 from cluster_subscribe.event_log import log as event_log
+from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.log import Cursor, EventLog, Page
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
@@ -631,6 +632,39 @@ async def test_a_muted_wakeup_costs_only_latency(
             )
 
 
+class Broken:
+    """A wakeup whose connection cannot be had."""
+
+    notifies = False
+    runs = 0
+
+    async def run(self, *_: object) -> None:
+        self.runs += 1
+        await asyncio.sleep(0)
+        raise TimeoutError('no answer')
+
+    def stop(self) -> None: ...
+
+    def notify(self, task_id: str) -> None: ...
+
+
+async def test_wakeups_that_never_work_are_missed_with_one_warning(
+    writer: Writer,
+    tail: SharedTailEventStream,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However long each attempt takes."""
+    monkeypatch.setattr(event_log_reader, '_LONGEST_PAUSE', 0.0)
+    tail._reader._wakeup = broken = Broken()
+    subscriber = tail.open('task', await writer.begin(), 'user')
+    await eventually(lambda: broken.runs > 3)
+    await writer.say('a')
+    assert await take(subscriber) == ['art a']
+    assert caplog.text.count('Wakeups of task_events are lost') == 1
+    subscriber.close()
+
+
 @pytest.fixture
 async def on_postgresql(postgres_template: Any, request: pytest.FixtureRequest) -> str:
     return str(postgres_template.render_as_string(hide_password=False))
@@ -655,20 +689,38 @@ async def test_a_lost_listen_connection_is_rebuilt(on_postgresql: str) -> None:
         assert tail_of(lab.c).statistics().wakeups.get('notify')
 
 
-async def test_a_channel_that_carries_nothing_is_given_up_with_one_warning(
+async def test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one_warning(
     on_postgresql: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def swallow(*_: object) -> None: ...
+    send, trials = postgresql_wakeup.PostgresqlWakeup._send, 0
+
+    async def swallow(*how: Any) -> None:
+        nonlocal trials
+        trials += 1
+        if trials > 3:
+            await send(*how)
 
     monkeypatch.setattr(postgresql_wakeup, '_TRIAL', 0.1)
     monkeypatch.setattr(postgresql_wakeup.PostgresqlWakeup, '_send', swallow)
     async with cluster(on_postgresql, decorate=wrapping(**FAST)) as lab:
-        task = await lab.a.turn('ask')
+        task = await lab.b.turn('ask')
+        await eventually(lambda: caplog.text.count('did not come back') == 1)
         (watch,) = await lab.watch(task, [lab.c])
-        await eventually(lambda: 'did not come back' in caplog.text)
-        await lab.b.turn('work done', task)
+        await eventually(lambda: caplog.text.count('did not come back') == 2)
+        waiting = tail_of(lab.c)._reader._wakeup_task
+        await lab.c.turn('work ask', task)
+        assert tail_of(lab.c)._reader._wakeup_task is waiting
         assert await watch.until(lambda w: w.ending, BACKSTOP)
-        assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
+        assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'INPUT_REQUIRED', 'closed')
+        assert trials == 2
+
+        # A busy database may lose one; the next trial, or the one after it, is heard.
+        monkeypatch.setattr(postgresql_wakeup, '_DEAF', 0.05)
+        (watch,) = await lab.watch(task, [lab.a])
+        await eventually(lambda: tail_of(lab.a).statistics().wakeups.get('listen'))
+        assert trials == 4
+        assert caplog.text.count('did not come back') == 3
+        await lab.a.turn('done', task)
 
 
 def test_notifications_are_joined_below_the_limit() -> None:

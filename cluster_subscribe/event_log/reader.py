@@ -153,13 +153,21 @@ class Reader:
     async def _listen(self, wakeup: Wakeup) -> None:
         loop = asyncio.get_running_loop()
         failures = 0
+        began: float | None = None
+
+        def wake(task_ids: Iterable[str] | None, source: str) -> None:
+            nonlocal began
+            began = began or loop.time()
+            self.wake(task_ids, source)
+
         while not self._background.closed:
-            began = loop.time()
+            began = None
             try:
-                await wakeup.run(self.wake, lambda: bool(self._watched))
+                await wakeup.run(wake, lambda: bool(self._watched))
             except Exception as error:  # noqa: BLE001 - a wakeup is a hint, the timer serves
-                # What has worked for a while and fails is news.
-                failures = 0 if loop.time() - began > _LONGEST_PAUSE else failures
+                # What has worked for a while and fails is news; a connection in vain is none.
+                if began is not None and loop.time() - began > _LONGEST_PAUSE:
+                    failures = 0
                 log = logger.debug if failures else logger.warning
                 log('Wakeups of %s are lost (%s); the timer serves', self._log.table, _brief(error))
             else:

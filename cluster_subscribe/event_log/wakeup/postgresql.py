@@ -20,6 +20,8 @@ _LINGER: Final = 30.0
 """Seconds for which an unused connection is kept, and a silent one is trusted."""
 _TRIAL: Final = 5.0
 """Seconds within which a notification to oneself, and each answer, must arrive."""
+_DEAF: Final = 300.0
+"""Seconds until another trial where none arrived; a database may just have been busy."""
 
 
 class PostgresqlWakeup:
@@ -33,18 +35,19 @@ class PostgresqlWakeup:
         self._channel = f'cluster_subscribe_{sha256(table.encode()).hexdigest()[:16]}'
         self._pending: dict[str, None] = {}
         self._stir = Signal()
-        self._stopped = False
-        """Set by `stop()`, and where notifications cannot arrive."""
+        self._stop = Signal()
+        self._deaf = False
+        """Whether the last trial did not come back."""
 
     def notify(self, task_id: str) -> None:
         """Hints to the other replicas that a task moved."""
-        if not self._stopped:
+        if not (self._deaf or self._stop.is_set()):
             self._pending[task_id] = None
             self._stir.set()
 
     def stop(self) -> None:
         """Makes `run()` close its connection and return."""
-        self._stopped = True
+        self._stop.set()
         self._stir.set()
 
     async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
@@ -54,6 +57,19 @@ class PostgresqlWakeup:
             ConnectionError: The connection is lost.
             Exception: It cannot be had.
         """
+        while not await self._listen(wake, wanted):
+            if not self._deaf:
+                logger.warning(
+                    'A NOTIFY to this connection did not come back; behind a pooler in transaction '
+                    'mode none can, so other replicas are heard at the poll interval only'
+                )
+            self._deaf = True
+            self._pending.clear()
+            if await self._stop.within(_DEAF) or not wanted():
+                return
+
+    async def _listen(self, wake: Wake, wanted: Callable[[], bool]) -> bool:
+        """As `run()`; `False` where a notification to oneself does not arrive."""
         async with detached(self._engine) as (_, raw):
             heard = Signal()
             trial = f'?{uuid.uuid4().hex}'
@@ -69,19 +85,15 @@ class PostgresqlWakeup:
             await _answered(raw, raw.add_listener(self._channel, hear))
             await self._send(raw, trial)
             if not await heard.within(_TRIAL):
-                self._stopped = True
-                self._pending.clear()
-                logger.warning(
-                    'A NOTIFY to this connection did not come back; behind a pooler in transaction '
-                    'mode none can, so other replicas are heard at the poll interval only'
-                )
-                return
+                return False
+            self._deaf = False
             # Whatever happened before the channel was open is read now.
             wake(None, 'listen')
             await self._serve(raw, wanted)
+        return True
 
     async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
-        while not self._stopped:
+        while not self._stop.is_set():
             if not self._pending and not await self._stir.within(_LINGER):
                 if not wanted():
                     return
