@@ -541,7 +541,7 @@ async def test_the_stream_survives_its_connections(
                 await connection.execute(
                     text(
                         'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                        "WHERE application_name = 'replica'"
+                        "WHERE application_name = 'replica' AND datname = current_database()"
                     )
                 )
             await admin.dispose()
@@ -679,7 +679,8 @@ async def test_a_lost_listen_connection_is_rebuilt(on_postgresql: str) -> None:
             await connection.execute(
                 text(
                     'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                    "WHERE query LIKE '%pg_notify%' AND pid <> pg_backend_pid()"
+                    "WHERE query LIKE '%pg_notify%' AND datname = current_database() "
+                    'AND pid <> pg_backend_pid()'
                 )
             )
         await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 2)

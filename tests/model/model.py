@@ -183,9 +183,11 @@ class Client:
 
     def _torn_fault(self, seen: Seen, life: Life) -> str | None:
         """All that can be asked of a stream whose log the SDK has spoilt."""
-        # Two saves of one state without an event give two snapshots alike.
+        # Two saves of one state without an event give two snapshots alike, and what an earlier
+        # life has said may be said again.
         events = [event for event in seen.events if not isinstance(event, Task)]
-        if any(event in events[:place] for place, event in enumerate(events)):
+        twice = any(event in events[:place] for place, event in enumerate(events))
+        if twice and not life.foundling:
             return 'got an event twice'
         over = life.task is None or life.task.status.state in TERMINAL
         return 'hangs' if over and not (seen.ending or seen.pausing) else None
