@@ -19,6 +19,9 @@ from subprocess import DEVNULL
 from typing import Final
 from xml.etree import ElementTree as ET
 
+import cluster_subscribe
+
+PACKAGE: Final = Path(cluster_subscribe.__file__).parent
 ROOT: Final = Path(__file__).resolve().parents[1]
 HANGS: Final = 90
 """Seconds after which a test counts as hung; most give up by themselves sooner."""
@@ -44,7 +47,7 @@ class Mechanism:
         Raises:
             LookupError: The text is not there, or more than once.
         """
-        source = (ROOT / 'cluster_subscribe' / self.file).read_text()
+        source = (PACKAGE / self.file).read_text()
         if source.count(self.old) != 1:
             raise LookupError(f'{self.file} has {source.count(self.old)} times: {self.old}')
         return source.replace(self.old, self.new)
@@ -291,8 +294,8 @@ def cases(tests: Sequence[str], mechanism: Mechanism | None = None) -> dict[str,
     """
     with tempfile.TemporaryDirectory(prefix='cluster-subscribe-') as folder:
         copy = Path(folder)
-        for name in ('cluster_subscribe', 'tests'):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns('__pycache__'))
+        for part in (PACKAGE, ROOT / 'tests'):
+            shutil.copytree(part, copy / part.name)
         shutil.copy(ROOT / 'pyproject.toml', copy)
         if mechanism:
             (copy / 'cluster_subscribe' / mechanism.file).write_text(mechanism.source())
