@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from cluster_subscribe import handler, local_task, subscription
 from cluster_subscribe.event_log import log, reader, stream, subscriber
+from tests.mechanisms import replaced
 from tests.model.__main__ import database
 from tests.model.machine import run, world
 
@@ -50,9 +51,7 @@ class Change:
         true = inspect.getattr_static(owner, mangled)
         source = textwrap.dedent(inspect.getsource(getattr(true, 'fget', true)))
         for old, new in self.edits:
-            if source.count(old) != 1:
-                raise LookupError(f'{self.name} has {source.count(old)} times: {old}')
-            source = source.replace(old, new)
+            source = replaced(self.name, source, old, new)
         room: dict[str, Any] = {}
         if classes:
             # In a class of the same name, for the sake of its private names.
