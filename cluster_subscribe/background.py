@@ -9,6 +9,7 @@ import asyncio
 import logging
 
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import Context, copy_context
 from typing import Any, Final, TypeVar
 
 from cluster_subscribe.errors import EventStreamEndedError
@@ -31,7 +32,11 @@ class Background:
         self.closed = False
 
     def spawn(
-        self, work: Coroutine[Any, Any, T], name: str, stop: Callable[[], object]
+        self,
+        work: Coroutine[Any, Any, T],
+        name: str,
+        stop: Callable[[], object],
+        context: Context | None = None,
     ) -> asyncio.Task[T]:
         """Starts `work` in a task of its own.
 
@@ -39,6 +44,8 @@ class Background:
             work: What to do.
             name: What it is called in a list of tasks.
             stop: Asks it to end.
+            context: The context variables to run with, of which it gets a copy. None when
+                not given: it may outlive the request that happens to start it.
 
         Raises:
             EventStreamEndedError: After `aclose()`.
@@ -46,22 +53,35 @@ class Background:
         if self.closed:
             work.close()
             raise EventStreamEndedError('The server is stopping')
-        task = asyncio.create_task(work, name=f'cluster-subscribe: {name}')
+        # Python 3.10 has no create_task(context=...).
+        task = (context or Context()).run(
+            asyncio.create_task, work, name=f'cluster-subscribe: {name}'
+        )
         self._tasks[task] = stop
         task.add_done_callback(self._forget)
         return task
 
-    def start(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    def start(
+        self, work: Coroutine[Any, Any, T], name: str, context: Context | None = None
+    ) -> asyncio.Task[T]:
         """Starts `work` that ends by itself."""
-        return self.spawn(work, name, stop=lambda: None)
+        return self.spawn(work, name, lambda: None, context)
 
-    async def run(self, work: Coroutine[Any, Any, T], name: str) -> T:
+    async def run(
+        self, work: Coroutine[Any, Any, T], name: str, context: Context | None = None
+    ) -> T:
         """Awaits `work` in a task of its own, which a cancelled caller leaves to finish.
+
+        Args:
+            work: What to do.
+            name: What it is called in a list of tasks.
+            context: The context variables to run with; the caller's when not given.
 
         Raises:
             TimeoutError: It took too long, as on a connection that died without a word.
         """
-        task = self.start(work, name)
+        context = copy_context() if context is None else context
+        task = self.start(work, name, context)
         await asyncio.wait({task}, timeout=_PATIENCE)
         if not task.done():
             task.cancel()

@@ -7,6 +7,7 @@ from abc import update_abstractmethods
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing, contextmanager
+from contextvars import Context, copy_context
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -335,9 +336,13 @@ class ClusterSubscribeHandler(_Base):
         self, params: SubscribeToTaskRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
         task_id = params.id
+        # A transport may read on from another task than the request's.
+        variables = copy_context()
 
         async def read() -> StoredTask | None:
-            return await self.__background.run(self.__read(task_id, context), f'read {task_id}')
+            return await self.__background.run(
+                self.__read(task_id, context), f'read {task_id}', variables
+            )
 
         if sdk.streaming(self.__wrapped) is False:
             return self.__wrapped.on_subscribe_to_task(params, context)
@@ -366,7 +371,7 @@ class ClusterSubscribeHandler(_Base):
 
         return follow(
             stored,
-            self.__source(stored.task.id, context, read),
+            self.__source(stored.task.id, context, read, variables),
             close_on=self.__settings.close_on,
             telemetry=self.__telemetry,
         )
@@ -376,6 +381,7 @@ class ClusterSubscribeHandler(_Base):
         task_id: str,
         context: ServerCallContext,
         read: Callable[[], Awaitable[StoredTask | None]],
+        variables: Context,
     ) -> Source:
         def open_feed(version: TaskVersion, state: TaskState) -> Feed:
             owner = sdk.owner(self.__store, context)
@@ -389,7 +395,7 @@ class ClusterSubscribeHandler(_Base):
                 background=self.__background,
             )
 
-        return Source(open_feed, read)
+        return Source(open_feed, read, variables)
 
     async def __delegate(
         self, params: SubscribeToTaskRequest, context: ServerCallContext

@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -87,6 +88,8 @@ class Source:
     """Begins to read behind a version, at which the task had a state."""
     read: Callable[[], Awaitable[StoredTask | None]]
     """Reads the task as stored, with the subscriber's own call context."""
+    variables: Context
+    """The context variables of the subscriber's request."""
 
 
 async def follow(
@@ -120,7 +123,7 @@ async def follow(
         del snapshot
         telemetry.delivered(event)
         yield event
-        feed = source.open(course.position, course.state)
+        feed = source.variables.run(source.open, course.position, course.state)
         try:
             while True:
                 # Nothing that was delivered or looked at is held while waiting.
@@ -263,7 +266,7 @@ class StreamFeed:
         self._room = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
         self._reader = background.spawn(
-            self._read(stream, task_id, after), f'follow {task_id}', stop=self.close
+            self._read(stream, task_id, after), f'follow {task_id}', self.close, copy_context()
         )
         self._reader.add_done_callback(lambda _: self._wake())
 

@@ -223,8 +223,8 @@ MECHANISMS: Final = (
     _mechanism(
         'no query is cancelled with its client',
         'background.py',
-        'task = self.start(work, name)\n',
-        'return await work\n        task = self.start(work, name)\n',
+        'task = self.start(work, name, context)\n',
+        'return await work\n        task = self.start(work, name, context)\n',
         'test_leaks.py::test_a_client_that_leaves_in_mid_query_costs_no_connection',
     ),
     # Owners.

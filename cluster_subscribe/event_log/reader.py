@@ -71,11 +71,16 @@ class Reader:
 
     def join(self, subscriber: Subscriber) -> None:
         """Begins to feed a stream."""
-        self._start()
         self._watched.setdefault(subscriber.task_id, set()).add(subscriber)
         self._open += 1
         # What was committed between its snapshot and now.
         self.more(subscriber.task_id)
+        try:
+            # Last: an eager task runs at once, and would find nobody to read for.
+            self._start()
+        except EventStreamEndedError:
+            self.leave(subscriber)
+            raise
 
     def leave(self, subscriber: Subscriber) -> None:
         """Forgets a stream, at once."""
