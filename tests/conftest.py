@@ -12,9 +12,9 @@ import re
 import tempfile
 import uuid
 
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,22 +137,38 @@ def sqlite_url(tmp_path: Path) -> str:
     return f'sqlite+aiosqlite:///{tmp_path / "tasks.db"}'
 
 
+Fresh = Callable[[str], AbstractAsyncContextManager[str]]
+"""Makes a database of a backend, `sqlite`, `postgresql` or `mysql`, and drops it."""
+
+
+@pytest.fixture
+def fresh_database(request: pytest.FixtureRequest, tmp_path: Path) -> Fresh:
+    """Makes databases, as many as the test likes."""
+
+    @asynccontextmanager
+    async def fresh(backend: str) -> AsyncIterator[str]:
+        if backend == 'sqlite':
+            yield f'sqlite+aiosqlite:///{tmp_path / uuid.uuid4().hex}.db'
+        elif backend == 'postgresql':
+            template = request.getfixturevalue('postgres_template')
+            server = request.getfixturevalue('postgres_server')
+            create = f'CREATE DATABASE {{}} TEMPLATE {template.database}'
+            async with _database(server, create, 'DROP DATABASE {} WITH (FORCE)') as url:
+                yield url
+        else:
+            if not (given := os.environ.get('CLUSTER_SUBSCRIBE_TEST_MYSQL_URL')):
+                pytest.skip('CLUSTER_SUBSCRIBE_TEST_MYSQL_URL is not set')
+            async with _database(make_url(given), 'CREATE DATABASE {}', 'DROP DATABASE {}') as url:
+                yield url
+
+    return fresh
+
+
 @pytest.fixture(params=['sqlite', 'postgresql', 'mysql'])
-async def database_url(request: pytest.FixtureRequest) -> AsyncIterator[str]:
+async def database_url(request: pytest.FixtureRequest, fresh_database: Fresh) -> AsyncIterator[str]:
     """A database of the test's own, on every backend in turn."""
-    if request.param == 'sqlite':
-        yield request.getfixturevalue('sqlite_url')
-    elif request.param == 'postgresql':
-        template = request.getfixturevalue('postgres_template')
-        server = request.getfixturevalue('postgres_server')
-        create = f'CREATE DATABASE {{}} TEMPLATE {template.database}'
-        async with _database(server, create, 'DROP DATABASE {} WITH (FORCE)') as url:
-            yield url
-    else:
-        if not (given := os.environ.get('CLUSTER_SUBSCRIBE_TEST_MYSQL_URL')):
-            pytest.skip('CLUSTER_SUBSCRIBE_TEST_MYSQL_URL is not set')
-        async with _database(make_url(given), 'CREATE DATABASE {}', 'DROP DATABASE {}') as url:
-            yield url
+    async with fresh_database(request.param) as url:
+        yield url
 
 
 @pytest.fixture

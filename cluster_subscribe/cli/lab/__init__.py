@@ -7,6 +7,7 @@ is written once.
 from cluster_subscribe.cli.lab.agent import Gates, ScriptedAgent
 from cluster_subscribe.cli.lab.cluster import Cluster, Decorate, Replica, Watch, label
 from cluster_subscribe.cli.lab.faults import FAULTS, Fault, Outcome
+from cluster_subscribe.cli.lab.parts import Parts
 
 __all__ = [
     'FAULTS',
@@ -15,6 +16,7 @@ __all__ = [
     'Fault',
     'Gates',
     'Outcome',
+    'Parts',
     'Replica',
     'ScriptedAgent',
     'Watch',

@@ -33,9 +33,10 @@ from a2a.types import (
     TaskArtifactUpdateEvent,
     TaskState,
 )
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe.cli.lab.agent import CHUNKS, Gates, ScriptedAgent
+from cluster_subscribe.cli.lab.parts import Parts
 
 Decorate = Callable[[RequestHandler], RequestHandler]
 
@@ -80,16 +81,18 @@ def user_message(text: str, task: Task | None = None) -> Message:
     )
 
 
-class _NotingStore(VersionedDatabaseTaskStore):
-    """Tells a scene what is committed, so that nobody has to sleep."""
+def _note_commits(store: VersionedDatabaseTaskStore, gates: Gates) -> None:
+    """Has a scene told what is committed, so that nobody has to sleep."""
+    save = store.save
 
-    gates: Gates
-
-    async def save(self, task: Task, *, event: Event | None = None, **how: Any) -> TaskVersion:
-        version = await super().save(task, event=event, **how)
+    async def noting(task: Task, *, event: Event | None = None, **how: Any) -> TaskVersion:
+        version = await save(task, event=event, **how)
         if event is not None:
-            await self.gates.note_commit(event)
+            await gates.note_commit(event)
         return version
+
+    # On the instance: the store stays of the type that the app has chosen.
+    store.save = noting  # type: ignore[method-assign]
 
 
 class _Webhook(PushNotificationSender):
@@ -203,16 +206,26 @@ class Replica:
     def __init__(self, name: str, cluster: 'Cluster') -> None:
         self.name = name
         self.gates = cluster.gates
-        self.engine = create_async_engine(cluster.url, **cluster.engine_options)
-        self.store = _NotingStore(self.engine)
-        self.store.gates = cluster.gates
-        self.stream = cluster.stream_type(self.engine, poll_interval_s=cluster.poll_interval)
-        self.stock = DefaultRequestHandler(
-            agent_executor=ScriptedAgent(cluster.gates, silent_cancel=cluster.silent_cancel),
+        self.parts = parts = cluster.parts
+        make_engine: Callable[[str], AsyncEngine] = parts.engine or partial(
+            create_async_engine, **cluster.engine_options
+        )
+        self.engine = make_engine(cluster.url)
+        self._stream_engine = (parts.stream_engine or (lambda _: self.engine))(cluster.url)
+        self.store = parts.store(self.engine)
+        _note_commits(self.store, self.gates)
+        self.stream = cluster.stream_type(
+            self._stream_engine, poll_interval_s=cluster.poll_interval
+        )
+        scripted = partial(ScriptedAgent, silent_cancel=cluster.silent_cancel)
+        webhook = partial(_Webhook, slow_at=cluster.slow_push)
+        self.stock: DefaultRequestHandler = parts.handler(
+            agent_executor=(parts.agent or scripted)(self.gates),
             task_store=self.store,
             event_stream=self.stream,
-            push_sender=_Webhook(cluster.gates, cluster.slow_push),
+            push_sender=(parts.push or webhook)(self.gates),
             agent_card=agent_card('http://127.0.0.1'),
+            **parts.more(),
         )
         self.handler = cluster.decorate(self.stock)
         self.door: Door = self.handler
@@ -222,23 +235,31 @@ class Replica:
 
     def start(self, script: str, task: Task | None = None, user: str = 'user') -> 'Turn':
         """Sends a message that begins a turn, and does not wait for it."""
-        turn = Turn(self, script, task, user)
+        with self.parts.acting(user):
+            turn = Turn(self, script, task, user)
         self._turns.append(turn.reader)
         return turn
+
+    def send(self, script: str, task: Task | None = None, user: str = 'user') -> Watch:
+        """Sends a message that begins a turn, and watches the message's own stream."""
+        request = SendMessageRequest(message=user_message(script, task))
+        return self._watch(self.door.on_message_send_stream(request, caller(user)), user)
 
     async def turn(self, script: str, task: Task | None = None) -> Task:
         """Sends a message and waits for the end of its turn."""
         return await self.start(script, task).ended()
 
-    async def get(self, task_id: str) -> Task:
+    async def get(self, task_id: str, user: str = 'user') -> Task:
         """The task as stored."""
-        stored = await self.store.get(task_id, caller())
+        with self.parts.acting(user):
+            stored = await self.store.get(task_id, caller(user))
         assert stored is not None
         return stored.task
 
     async def cancel(self, task: Task, user: str = 'user') -> Task | None:
         """Cancels the task through this replica."""
-        return await self.door.on_cancel_task(CancelTaskRequest(id=task.id), caller(user))
+        with self.parts.acting(user):
+            return await self.door.on_cancel_task(CancelTaskRequest(id=task.id), caller(user))
 
     async def watch(self, task: Task, user: str = 'user') -> Watch:
         """Subscribes and waits for the snapshot."""
@@ -248,10 +269,12 @@ class Replica:
 
     def subscribe(self, task: Task, user: str = 'user') -> Watch:
         """Subscribes through this replica."""
-        watch = Watch(
-            self.door.on_subscribe_to_task(SubscribeToTaskRequest(id=task.id), caller(user)),
-            self.name,
-        )
+        request = SubscribeToTaskRequest(id=task.id)
+        return self._watch(self.door.on_subscribe_to_task(request, caller(user)), user)
+
+    def _watch(self, events: AsyncGenerator[Event, None], user: str) -> Watch:
+        with self.parts.acting(user):
+            watch = Watch(events, self.name)
         self._watches.append(watch)
         return watch
 
@@ -267,7 +290,8 @@ class Replica:
         """Leaves all streams and turns, closes the handler and the engine."""
         await self.leave()
         await self.handler.aclose()  # type: ignore[attr-defined]
-        await self.engine.dispose()
+        for engine in {self.engine, self._stream_engine}:
+            await engine.dispose()
 
 
 class Turn:
@@ -295,7 +319,7 @@ class Turn:
         """The task as stored, once the turn's task is known."""
         if not self._task_id:
             await self._began.wait()
-        return await self._replica.get(self._task_id)
+        return await self._replica.get(self._task_id, self._user)
 
     async def at(self, *gates: str) -> Task:
         """The task as stored, once the agent stands at the gates."""
@@ -311,7 +335,7 @@ class Turn:
 
 
 class Cluster:
-    """Three replicas, A, B and C, over one database."""
+    """Three replicas, A, B and C, over one database; with fewer one plays several roles."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -323,6 +347,7 @@ class Cluster:
         slow_push: str | None = None,
         stream_type: type[DatabaseTaskEventStream] = DatabaseTaskEventStream,
         engine_options: Mapping[str, Any] | None = None,
+        parts: Parts = Parts(),  # noqa: B008 - it is frozen
     ) -> None:
         self.url = url
         self.decorate = decorate
@@ -331,8 +356,11 @@ class Cluster:
         self.slow_push = slow_push
         self.stream_type = stream_type
         self.engine_options = engine_options or {}
+        self.parts = parts
         self.gates = Gates()
-        self.replicas = self.a, self.b, self.c = tuple(Replica(name, self) for name in 'ABC')
+        self.replicas = tuple(Replica(name, self) for name in 'ABC'[: parts.replicas])
+        # One replica alone plays all roles of a scene.
+        self.a, self.b, self.c = (self.replicas * 3)[:3]
 
     async def watch(self, task: Task, at: Sequence[Replica] | None = None) -> list[Watch]:
         """Subscribes at several replicas and waits for every snapshot."""

@@ -1,0 +1,1 @@
+"""Whatever the bare handler does right, the wrapped one does right."""
