@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import tempfile
+import time
 import uuid
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -70,6 +71,33 @@ async def _nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[
     assert not unhandled, unhandled
 
 
+STARTED_BY = 'STARTED_BY_TEST'
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails a test that leaves a process behind, also one that has left its group; on Linux."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(STARTED_BY, mark)
+    yield
+    deadline = time.monotonic() + 2
+    while left := _started_with(f'{STARTED_BY}={mark}'.encode()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def _started_with(variable: bytes) -> list[str]:
+    """The command lines of other processes that have a variable in their environment."""
+    found = []
+    for process in Path('/proc').glob('[0-9]*'):
+        try:
+            if variable in (process / 'environ').read_bytes() and process.name != str(os.getpid()):
+                found.append((process / 'cmdline').read_text().replace('\0', ' '))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
 @pytest.fixture(scope='session')
 def postgres_server() -> Iterator[URL]:
     """The URL of a PostgreSQL server on which databases may be created."""
@@ -81,7 +109,10 @@ def postgres_server() -> Iterator[URL]:
         reason='no PostgreSQL wheel here, no CLUSTER_SUBSCRIBE_TEST_POSTGRES_URL',
     )
     with tempfile.TemporaryDirectory(prefix='cluster-subscribe-pg-') as folder:
-        server = embedded.get_server(Path(folder), cleanup_mode='stop')
+        with pytest.MonkeyPatch.context() as patch:
+            # It outlives the test that asks for it first.
+            patch.delenv(STARTED_BY, raising=False)
+            server = embedded.get_server(Path(folder), cleanup_mode='stop')
         url = make_url(server.get_uri()).set(drivername='postgresql+asyncpg')
         # Durability is not what is tested, and costs most of the time.
         _run(_execute(url, 'ALTER SYSTEM SET fsync = off', 'SELECT pg_reload_conf()'))
