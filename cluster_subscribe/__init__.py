@@ -14,10 +14,11 @@ from cluster_subscribe.errors import (
     UnsupportedHandlerError,
 )
 from cluster_subscribe.event_log import SharedTailEventStream
-from cluster_subscribe.handler import ClusterSubscribeHandler, wrap
+from cluster_subscribe.handler import ClusterSubscribeHandler
 from cluster_subscribe.local_task import Verdict
 from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, Wakeup
 from cluster_subscribe.telemetry import Statistics, TailStatistics
+from cluster_subscribe.wrapping import wrap
 
 __all__ = [
     'CloseOn',

@@ -1,4 +1,4 @@
-"""The decorator around a `DefaultRequestHandler`, and `wrap()`."""
+"""The decorator around a `DefaultRequestHandler`."""
 
 import asyncio
 import logging
@@ -9,10 +9,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from contextlib import aclosing, contextmanager
 from contextvars import Context, copy_context
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from a2a.server.cluster import (
-    LegacyTaskStoreAdapter,
     StoredTask,
     TaskEventStream,
     TaskVersion,
@@ -36,6 +35,7 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.event_log.log import findable
+from cluster_subscribe.executor_seam import ExecutorSeam
 from cluster_subscribe.local_task import Verdict, evict, judge, superseded
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
@@ -56,108 +56,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
-H = TypeVar('H', bound=RequestHandler)
 T = TypeVar('T')
-
-
-def wrap(
-    handler: H,
-    *,
-    settings: Settings | None = None,
-    task_store: VersionedTaskStore | None = None,
-    event_stream: TaskEventStream | None = None,
-) -> H:
-    """Makes a request handler serve `SubscribeToTask` from the shared event log.
-
-    Meant for an app factory: it needs no event loop, does no I/O and starts nothing.
-    Wrapping twice changes nothing.
-
-    Args:
-        handler: The handler to wrap; it stays yours, and `aclose()` closes both.
-        settings: Read from the environment when not given.
-        task_store: The versioned store, where the handler does not reveal it.
-        event_stream: The event stream, where the handler does not reveal it.
-
-    Returns:
-        The decorator, a drop-in for `handler` and to a type checker the same; or
-        `handler` itself when the flag is off or it is not in cluster mode, and a log
-        line says which.
-
-    Raises:
-        SettingsError: An environment variable has a value that is not allowed.
-        UnsupportedHandlerError: The handler's shape is not known and store or stream
-            were not passed. A `TypeError`.
-        TypeError: An argument is not what its name says.
-    """
-    if isinstance(handler, ClusterSubscribeHandler):
-        return handler
-    for name, value, kind in (
-        ('handler', handler, RequestHandler),
-        ('task_store', task_store, VersionedTaskStore),
-        ('event_stream', event_stream, TaskEventStream),
-        ('settings', settings, Settings),
-    ):
-        if not isinstance(value, kind) and (value is not None or name == 'handler'):
-            raise TypeError(f'wrap() got {name}={value!r}; it takes a {kind.__name__}')
-    settings = settings or Settings()
-    if settings.mode is Mode.OFF:
-        logger.info('cluster-subscribe is off (CLUSTER_SUBSCRIBE=off); the handler stays as it is')
-        return handler
-    if task_store is None or event_stream is None:
-        parts = sdk.cluster_parts(handler)
-        task_store, event_stream = task_store or parts.store, event_stream or parts.stream
-    if task_store is None or isinstance(task_store, LegacyTaskStoreAdapter):
-        return _not_clustered(
-            handler,
-            'its task store is not versioned: give it a VersionedDatabaseTaskStore',
-            by_mistake=event_stream is not None,
-        )
-    if event_stream is None:
-        return _not_clustered(
-            handler,
-            'it has no event stream: pass event_stream=DatabaseTaskEventStream(engine)',
-            by_mistake=True,
-        )
-    if difference := sdk.apart(task_store, event_stream):
-        logger.warning('No stream can work across them: %s', difference)
-    owned: SharedTailEventStream | None = None
-    if (
-        settings.mode is not Mode.OBSERVE
-        and not difference
-        and (tables := sdk.shareable(task_store, event_stream))
-    ):
-        event_stream = owned = SharedTailEventStream(
-            tables.engine,
-            tables.create,
-            tables.events,
-            tables.versions,
-            task_table_name=tables.tasks,
-            settings=settings,
-        )
-        sdk.replace_event_stream(handler, owned)
-    decorator = ClusterSubscribeHandler(
-        handler,
-        settings=settings,
-        task_store=task_store,
-        event_stream=event_stream,
-        owns_stream=owned is not None,
-    )
-    logger.info(
-        'cluster-subscribe is on the handler (mode=%s, close_on=%s, wakeup=%s)',
-        settings.mode.value,
-        settings.close_on.value,
-        settings.wakeup.value,
-    )
-    return cast('H', decorator)
-
-
-def _not_clustered(handler: H, reason: str, *, by_mistake: bool) -> H:
-    logger.log(
-        logging.WARNING if by_mistake else logging.INFO,
-        'The handler is not in cluster mode (%s); cluster-subscribe leaves it as it is',
-        reason,
-    )
-    return handler
 
 
 def _delegates_the_rest(cls: type[T]) -> type[T]:
@@ -189,7 +88,7 @@ class ClusterSubscribeHandler(_Base):
     how (docs/contract.md).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         handler: RequestHandler,
         *,
@@ -197,6 +96,7 @@ class ClusterSubscribeHandler(_Base):
         task_store: VersionedTaskStore,
         event_stream: TaskEventStream,
         owns_stream: bool = False,
+        turns: ExecutorSeam | None = None,
     ) -> None:
         """Wraps `handler`; `wrap()` finds the arguments by itself.
 
@@ -207,12 +107,14 @@ class ClusterSubscribeHandler(_Base):
             event_stream: The event log that is followed.
             owns_stream: Whether `aclose()` closes the event stream too. Who builds a
                 `SharedTailEventStream` closes it.
+            turns: What runs the agent for `handler`. Without it no `ActiveTask` is closed.
         """
         self.__wrapped = handler
         self.__settings = settings
         self.__store = task_store
         self.__stream = event_stream
         self.__owns_stream = owns_stream
+        self.__turns = turns
         self.__in_transit: Counter[str] = Counter()
         self.__background = Background()
         self.__telemetry = Telemetry()
@@ -420,11 +322,12 @@ class ClusterSubscribeHandler(_Base):
             or self.__settings.evict is Evict.OFF
             or self.__background.closed
             or local.active.task_id in self.__in_transit
-            or not evict(self.__wrapped, local, stored)
+            or not evict(self.__wrapped, local, stored, self.__turns)
         ):
             return False
         self.__telemetry.evicted(local.active.task_id)
-        _ = self.__background.start(local.active.aclose(), f'evict {local.active.task_id}')
+        if not local.ended:
+            _ = self.__background.start(local.active.aclose(), f'evict {local.active.task_id}')
         return True
 
     async def __drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
@@ -439,6 +342,9 @@ class ClusterSubscribeHandler(_Base):
             stored = await self.__try_to_read(task_id, context)
             local = sdk.local_task(self.__wrapped, task_id)
             if stored is None or local is None:
+                return
+            if stored.task.status.state in TERMINAL_STATES:
+                # The SDK refuses, and by its old copy what the agent emits late.
                 return
             if not superseded(local, stored.version) or self.__evict(local, stored.version):
                 return
@@ -473,11 +379,16 @@ class ClusterSubscribeHandler(_Base):
         Returns:
             How many were closed.
         """
-        resting = [local for local in sdk.local_tasks(self.__wrapped) if local.at_rest]
-        idle = [local for local in resting if not local.finished and not local.version.is_missing]
+        held = sdk.local_tasks(self.__wrapped)
+        finished = [local for local in held if local.finished]
+        idle = [
+            local
+            for local in held
+            if local.at_rest and not local.finished and not local.version.is_missing
+        ]
         stored = await self.__stored_versions(idle)
         closed = 0
-        for task_id in {local.active.task_id for local in resting}:
+        for task_id in {local.active.task_id for local in finished + idle}:
             # Looked at again: it may have been used while the store was read.
             local = sdk.local_task(self.__wrapped, task_id)
             if local is not None and (local.finished or task_id in stored):

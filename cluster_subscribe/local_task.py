@@ -2,7 +2,8 @@
 
 An `ActiveTask` outlives its turn: only a terminal state cleans it up, and only where
 that state was reached. One that another replica has overtaken is taken out of the
-registry and closed, so that the SDK's next use of the task reads the store (F9, F15).
+registry and closed, so that the SDK's next use of the task reads the store (F9, F15); but
+never while its agent, its consumer or its webhook has something left to do (F31).
 """
 
 from enum import Enum
@@ -11,6 +12,7 @@ from a2a.server.cluster import TaskVersion
 from a2a.server.request_handlers import RequestHandler
 
 from cluster_subscribe import sdk
+from cluster_subscribe.executor_seam import ExecutorSeam
 from cluster_subscribe.sdk import LocalTask
 
 
@@ -59,16 +61,47 @@ def superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
     return stored != local.version
 
 
-def evict(handler: RequestHandler, local: LocalTask, stored: TaskVersion | None) -> bool:
-    """Takes a superseded or finished `ActiveTask` out, if nobody uses it.
+def evict(
+    handler: RequestHandler,
+    local: LocalTask,
+    stored: TaskVersion | None,
+    turns: ExecutorSeam | None,
+) -> bool:
+    """Takes an `ActiveTask` out that has ended, or that is superseded and used by nobody.
 
-    The caller has made sure that no request for the task is in transit, and closes the
-    `ActiveTask` afterwards. Nothing here waits: between the look and the removal no
-    request can slip in.
+    The caller has made sure that no request for the task is under way, and closes the
+    `ActiveTask` afterwards, unless it has ended. Nothing here waits: between the look and
+    the removal no request can slip in.
 
     Returns:
         Whether it is out.
     """
-    if not local.at_rest or not (local.finished or superseded(local, stored)):
+    if not (_is_left(local, turns) if local.finished else _is_overtaken(local, stored, turns)):
         return False
     return sdk.take_out(handler, local.active)
+
+
+def _is_left(local: LocalTask, turns: ExecutorSeam | None) -> bool:
+    """Whether a finished one has nothing left to do.
+
+    Up to a2a-sdk 1.2.2 its producer may wait for ever for a reader that has left, and its
+    consumer for the producer.
+    """
+    return local.ended or (
+        local.drained
+        and not local.read
+        and turns is not None
+        and turns.knows(local)
+        and not turns.runs(local.active.task_id)
+    )
+
+
+def _is_overtaken(local: LocalTask, stored: TaskVersion | None, turns: ExecutorSeam | None) -> bool:
+    return (
+        local.at_rest
+        and superseded(local, stored)
+        and turns is not None
+        # Its copy stays as well: by its old version the SDK sees that what the writer emits
+        # next is late, and does not put it over the end of the task.
+        and not turns.may_write(local)
+    )

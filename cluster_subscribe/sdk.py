@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from a2a.server.agent_execution import AgentExecutor
 from a2a.server.agent_execution.active_task import ActiveTask
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
@@ -23,6 +24,7 @@ from a2a.server.cluster import (
     VersionedTaskStore,
 )
 from a2a.server.context import ServerCallContext
+from a2a.server.events import EventQueue
 from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
 from sqlalchemy import make_url, select
 from sqlalchemy.engine import URL
@@ -50,6 +52,7 @@ class PrivateAttribute:
 _HANDLER: Final = 'a2a.server.request_handlers.default_request_handler_v2.DefaultRequestHandlerV2'
 _ACTIVE_TASK: Final = 'a2a.server.agent_execution.active_task.ActiveTask'
 _TASK_MANAGER: Final = 'a2a.server.tasks.task_manager.TaskManager'
+_QUEUE: Final = 'a2a.server.events.event_queue_v2.EventQueueSource'
 _REGISTRY: Final = 'a2a.server.agent_execution.active_task_registry.ActiveTaskRegistry'
 _STORE: Final = 'a2a.server.cluster.database_task_store.VersionedDatabaseTaskStore'
 _STREAM: Final = 'a2a.server.cluster.database_event_stream.DatabaseTaskEventStream'
@@ -64,12 +67,18 @@ PRIVATE_ATTRIBUTES: Final = (
     PrivateAttribute(_REGISTRY, '_active_tasks', _TESTED, 'the ActiveTasks of this replica'),
     PrivateAttribute(_REGISTRY, '_lock', _TESTED, 'taking one of them out'),
     PrivateAttribute(_REGISTRY, '_event_stream', _TESTED, 'what new ActiveTasks publish to'),
+    PrivateAttribute(_REGISTRY, '_agent_executor', _TESTED, 'the agent that new ActiveTasks run'),
+    PrivateAttribute(_ACTIVE_TASK, '_agent_executor', _TESTED, 'the agent that it runs'),
+    PrivateAttribute(_ACTIVE_TASK, '_event_queue_agent', _TESTED, 'what its agent has said'),
+    PrivateAttribute(_ACTIVE_TASK, '_producer_task', _TESTED, 'does its agent still run'),
+    PrivateAttribute(_ACTIVE_TASK, '_consumer_task', _TESTED, 'are its events still handled'),
     PrivateAttribute(_ACTIVE_TASK, '_task_manager', _TESTED, 'the version it last saw'),
     PrivateAttribute(_ACTIVE_TASK, '_is_finished', _TESTED, 'has it ended'),
     PrivateAttribute(_ACTIVE_TASK, '_request_lock', _TESTED, 'does it run a turn'),
     PrivateAttribute(_ACTIVE_TASK, '_request_queue', _TESTED, 'does a turn wait in it'),
     PrivateAttribute(_ACTIVE_TASK, '_reference_count', _TESTED, 'does somebody read from it'),
     PrivateAttribute(_ACTIVE_TASK, '_on_cleanup', _TESTED, 'its removal from the registry'),
+    PrivateAttribute(_QUEUE, '_incoming_queue', _TESTED, 'events that were not dispatched yet'),
     PrivateAttribute(_TASK_MANAGER, '_call_context', _TESTED, 'whose task it is'),
     PrivateAttribute(_STORE, '_db', _TESTED, 'its database and its owner resolver'),
     PrivateAttribute(_STORE, '_event_model', _TESTED, 'its event table'),
@@ -95,12 +104,21 @@ class LocalTask(NamedTuple):
     active: ActiveTask
     version: TaskVersion
     """The version of its cached copy; MISSING while it has none."""
+    executor: AgentExecutor
+    event_queue: EventQueue
+    """What its agent writes to."""
     in_flight: bool
     """Whether a turn runs in it or waits for its turn to run."""
     finished: bool
-    """Whether it will never run one again."""
+    """Whether it will never run one again. Its last one may still run."""
+    ended: bool
+    """Whether nothing of it runs any more."""
+    drained: bool
+    """Whether its event queue is closed, and each event in it stored and sent on."""
+    read: bool
+    """Whether somebody reads from it."""
     at_rest: bool
-    """Whether nobody uses it: no turn, none waiting or half taken up, no reader."""
+    """Whether nobody uses it: no turn, none waiting or half taken up, no event, no reader."""
 
 
 def cluster_parts(handler: RequestHandler) -> ClusterParts:
@@ -153,21 +171,44 @@ def local_tasks(handler: RequestHandler) -> list[LocalTask]:
 
 def _look_at(active: ActiveTask) -> LocalTask:
     finished = active._is_finished.is_set()
-    queue: Any = active._request_queue
-    # asyncio's own queue, under Python 3.13, and the SDK's stand-in for older ones.
-    unfinished = getattr(queue, '_unfinished_tasks', None)
-    if unfinished is None:
-        unfinished = queue.unfinished_tasks
+    tasks = active._producer_task, active._consumer_task
+    ended = finished and all(task is not None and task.done() for task in tasks)
+    requests: Any = active._request_queue
+    events: Any = active._event_queue_agent
+    unhandled = _unfinished(events._incoming_queue) + _unfinished(events.queue)
+    busy = active._request_lock.locked() or not requests.empty()
     # The consumer holds one reference; each reader holds another.
-    unused = active._reference_count <= 1
-    busy = active._request_lock.locked() or not queue.empty()
+    read = active._reference_count > (not ended)
     return LocalTask(
         active=active,
         version=active._task_manager.current_version,
+        executor=active._agent_executor,
+        event_queue=events,
         in_flight=busy and not finished,
         finished=finished,
-        at_rest=unused and (finished or not (busy or unfinished)),
+        ended=ended,
+        drained=events.is_closed() and not unhandled,
+        read=read,
+        at_rest=not (read or busy or _unfinished(requests) or unhandled),
     )
+
+
+def _unfinished(queue: Any) -> int:
+    # asyncio's own queue, under Python 3.13, and the SDK's stand-in for older ones.
+    count: int | None = getattr(queue, '_unfinished_tasks', None)
+    return queue.unfinished_tasks if count is None else count
+
+
+def agent_executor(handler: RequestHandler) -> AgentExecutor | None:
+    """The executor of the `ActiveTask`s that a handler will make; `None` if not known."""
+    if not hasattr(handler, '_active_task_registry'):
+        return None
+    return _known(lambda: handler._active_task_registry._agent_executor)
+
+
+def replace_agent_executor(handler: RequestHandler, executor: AgentExecutor) -> None:
+    """Makes a handler's future `ActiveTask`s run another executor."""
+    handler._active_task_registry._agent_executor = executor  # type: ignore[attr-defined]
 
 
 def call_context(active: ActiveTask) -> ServerCallContext | None:

@@ -77,7 +77,7 @@ MECHANISMS: Final = (
     # Real processes.
     _mechanism(
         'streams come from the shared log, not from the local tap',
-        'handler.py',
+        'wrapping.py',
         'if settings.mode is Mode.OFF:',
         'if True:',
         'test_processes.py::test_a_rolling_restart',

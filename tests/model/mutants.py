@@ -208,7 +208,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a live task is evicted',
-        (local_task, 'evict', 'not local.at_rest or ', ''),
+        (local_task, '_is_overtaken', 'local.at_rest\n        and ', ''),
         (
             handler,
             'ClusterSubscribeHandler.__evict',
