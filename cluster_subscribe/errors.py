@@ -12,7 +12,7 @@ class SettingsError(ClusterSubscribeError, ValueError):
 
 
 class UnsupportedHandlerError(ClusterSubscribeError, TypeError):
-    """`wrap()` cannot find the store and the event stream; pass them to it."""
+    """`wrap()` cannot find the store and the event stream, or an engine cannot be read beside."""
 
 
 class EventStreamEndedError(ClusterSubscribeError, InternalError):

@@ -272,6 +272,16 @@ async def exact(store: VersionedTaskStore, task_id: str, context: ServerCallCont
         return (task_id, db.owner_resolver(context)) in (await connection.execute(found)).all()
 
 
+def engines(store: VersionedTaskStore, stream: TaskEventStream) -> list[AsyncEngine]:
+    """The engines beneath the SDK's own store and stream, as far as they are known."""
+    found: list[AsyncEngine | None] = []
+    if isinstance(store, VersionedDatabaseTaskStore):
+        found.append(_known(lambda: store._db.engine))
+    if isinstance(stream, DatabaseTaskEventStream):
+        found.append(_known(lambda: stream._engine))
+    return [engine for engine in found if engine is not None]
+
+
 class Tables(NamedTuple):
     """Where an event stream and its store keep the log."""
 

@@ -8,6 +8,7 @@ from a2a.server.cluster import LegacyTaskStoreAdapter, TaskEventStream, Versione
 from a2a.server.request_handlers import RequestHandler
 
 from cluster_subscribe import executor_seam, sdk
+from cluster_subscribe.engines import shared_connection
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.handler import ClusterSubscribeHandler
 from cluster_subscribe.settings import Mode, Settings
@@ -75,6 +76,15 @@ def wrap(
             'it has no event stream: pass event_stream=DatabaseTaskEventStream(engine)',
             by_mistake=True,
         )
+    for engine in sdk.engines(task_store, event_stream):
+        if shared := shared_connection(engine):
+            logger.warning(
+                "cluster-subscribe leaves the handler as it is: an engine's users share one "
+                "connection (%s), and a read beside the agent would end the agent's transaction. "
+                'Use a database server or an SQLite file',
+                shared,
+            )
+            return handler
     if difference := sdk.apart(task_store, event_stream):
         logger.warning('No stream can work across them: %s', difference)
     owned: SharedTailEventStream | None = None

@@ -769,4 +769,7 @@ def test_a_cursor_behind_a_version_skips_all_its_rows() -> None:
 
 
 def test_the_cluster_under_test_uses_the_stock_event_stream() -> None:
-    assert Cluster('sqlite+aiosqlite://').a.stock._event_stream.__class__ is DatabaseTaskEventStream
+    assert (
+        Cluster('sqlite+aiosqlite:///never-opened.db').a.stock._event_stream.__class__
+        is DatabaseTaskEventStream
+    )

@@ -203,12 +203,6 @@ def test_a_store_and_a_stream_over_different_databases_get_one_warning(
     assert 'secret' not in caplog.text
 
 
-def test_one_engine_in_memory_is_one_database(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of('sqlite+aiosqlite://')
-    wrap(handler_of(VersionedDatabaseTaskStore(engine), DatabaseTaskEventStream(engine)))
-    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
-
-
 def test_a_store_and_a_stream_over_different_event_tables_get_one_warning(
     sqlite_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,7 +264,7 @@ def test_a_method_that_a_later_sdk_adds_is_delegated() -> None:
         from cluster_subscribe.cli.lab import ScriptedAgent
         from cluster_subscribe.cli.lab.cluster import agent_card
 
-        engine = create_async_engine('sqlite+aiosqlite://')
+        engine = create_async_engine('sqlite+aiosqlite:///never-opened.db')
         stock = DefaultRequestHandler(
             agent_executor=ScriptedAgent(), task_store=VersionedDatabaseTaskStore(engine),
             event_stream=DatabaseTaskEventStream(engine), agent_card=agent_card('http://x'),

@@ -11,6 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
+from cluster_subscribe.engines import shared_connection
+from cluster_subscribe.errors import UnsupportedHandlerError
 from cluster_subscribe.event_log.log import Cursor, EventLog, Stored, findable
 from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
@@ -36,6 +38,9 @@ class SharedTailEventStream(TaskEventStream):
             log (F19).
         settings: `poll_interval`, `reconcile_interval`, `wakeup` and
             `max_buffered_events` apply; read from the environment when not given.
+
+    Raises:
+        UnsupportedHandlerError: All users of the engine share one connection. A `TypeError`.
     """
 
     def __init__(  # noqa: PLR0913 - as the SDK's own stream has it
@@ -48,6 +53,11 @@ class SharedTailEventStream(TaskEventStream):
         task_table_name: str | None = None,
         settings: Settings | None = None,
     ) -> None:
+        if shared := shared_connection(engine):
+            raise UnsupportedHandlerError(
+                f'The users of this engine share one connection ({shared}), and a read beside '
+                "the agent would end the agent's transaction: use a server or an SQLite file"
+            )
         settings = settings or Settings()
         self._background = Background()
         self._reader = Reader(
