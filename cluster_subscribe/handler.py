@@ -1,12 +1,10 @@
 """The decorator around a `DefaultRequestHandler`."""
 
-import asyncio
 import logging
 
 from abc import update_abstractmethods
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import ExitStack, aclosing
 from contextvars import Context, copy_context
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,13 +30,14 @@ from a2a.types import (
 from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background, Signal
+from cluster_subscribe.background import Background
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.event_log.log import findable
+from cluster_subscribe.eviction import Eviction
 from cluster_subscribe.executor_seam import ExecutorSeam
-from cluster_subscribe.local_task import Verdict, evict, judge, superseded
-from cluster_subscribe.sdk import LocalTask
-from cluster_subscribe.settings import Evict, Mode, Settings
+from cluster_subscribe.local_subscription import LocalSubscription
+from cluster_subscribe.local_task import Verdict
+from cluster_subscribe.settings import Mode, Settings
 from cluster_subscribe.subscription import (
     TERMINAL_STATES,
     Feed,
@@ -114,11 +113,18 @@ class ClusterSubscribeHandler(_Base):
         self.__store = task_store
         self.__stream = event_stream
         self.__owns_stream = owns_stream
-        self.__turns = turns
-        self.__in_transit: Counter[str] = Counter()
         self.__background = Background()
         self.__telemetry = Telemetry()
-        self.__sweeping: asyncio.Task[None] | None = None
+        self.__eviction = Eviction(
+            handler,
+            settings=settings,
+            store=task_store,
+            stream=event_stream,
+            read=self.__try_to_read,
+            background=self.__background,
+            telemetry=self.__telemetry,
+            turns=turns,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_OWN):
@@ -157,8 +163,8 @@ class ClusterSubscribeHandler(_Base):
         The SDK may log CANCELED without a publish (F11).
         """
         if self.__settings.mode is not Mode.OBSERVE:
-            await self.__drop_stale_copy(params.id, context)
-        with self.__transit(params.id):
+            await self.__eviction.drop_stale_copy(params.id, context)
+        with self.__eviction.request(params.id):
             try:
                 return await self.__wrapped.on_cancel_task(params, context)
             finally:
@@ -168,19 +174,24 @@ class ClusterSubscribeHandler(_Base):
     async def on_message_send(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> Message | Task:
-        """Delegates, the context filled in; the message is in transit meanwhile."""
+        """Delegates, the context filled in."""
         params = await self.__with_context(params, context)
-        with self.__transit(params.message.task_id):
+        task_id = params.message.task_id
+        with self.__eviction.request(task_id), self.__eviction.message(task_id):
             return await self.__wrapped.on_message_send(params, context)
 
     async def on_message_send_stream(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
-        """Delegates, the context filled in; in transit while its stream is open."""
+        """Delegates, the context filled in."""
         params = await self.__with_context(params, context)
-        with self.__transit(params.message.task_id):
+        task_id = params.message.task_id
+        with self.__eviction.request(task_id), ExitStack() as arriving:
+            arriving.enter_context(self.__eviction.message(task_id))
             async with aclosing(self.__wrapped.on_message_send_stream(params, context)) as events:
                 async for event in events:
+                    # The message is queued by now: whether a turn runs shows by itself.
+                    arriving.close()
                     yield event
 
     async def __with_context(
@@ -204,17 +215,6 @@ class ClusterSubscribeHandler(_Base):
         except Exception:
             logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
             return None
-
-    @contextmanager
-    def __transit(self, task_id: str) -> Iterator[None]:
-        self.__start_sweeping()
-        self.__in_transit[task_id] += 1
-        try:
-            yield
-        finally:
-            self.__in_transit[task_id] -= 1
-            if not self.__in_transit[task_id]:
-                del self.__in_transit[task_id]
 
     async def on_subscribe_to_task(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
@@ -251,7 +251,7 @@ class ClusterSubscribeHandler(_Base):
         if self.__settings.mode is Mode.OBSERVE:
             try:
                 if (stored := await read()) and stored.task.status.state not in TERMINAL_STATES:
-                    verdict = self.__check(stored)
+                    verdict = self.__eviction.check(stored)
                     if verdict is not Verdict.ABSENT:
                         self.__telemetry.redirected(task_id, verdict, observed=True)
             except Exception:
@@ -265,18 +265,14 @@ class ClusterSubscribeHandler(_Base):
             raise UnsupportedOperationError(
                 f'Task {task_id} is in terminal state: {TaskState.Name(stored.task.status.state)}'
             )
-        verdict = self.__check(stored)
+        verdict = self.__eviction.check(stored)
+        source = self.__source(stored.task.id, context, read, variables)
         if self.__settings.mode is Mode.STALE and verdict is Verdict.LIVE:
-            return self.__delegate(params, context)
+            return self.__delegate(params, context, source)
         if verdict is not Verdict.ABSENT:
             self.__telemetry.redirected(task_id, verdict)
 
-        return follow(
-            stored,
-            self.__source(stored.task.id, context, read, variables),
-            close_on=self.__settings.close_on,
-            telemetry=self.__telemetry,
-        )
+        return self.__follow(stored, source)
 
     def __source(
         self,
@@ -289,86 +285,47 @@ class ClusterSubscribeHandler(_Base):
             owner = sdk.owner(self.__store, context)
             if isinstance(self.__stream, SharedTailEventStream) and owner is not None:
                 return self.__stream.open(task_id, version, owner, state=state)
-            return StreamFeed(
-                self.__stream,
-                task_id,
-                version,
-                settings=self.__settings,
-                background=self.__background,
-            )
+            return self.__feed(self.__stream, task_id, version)
 
         return Source(open_feed, read, variables)
 
+    def __feed(self, stream: TaskEventStream, task_id: str, after: TaskVersion) -> StreamFeed:
+        return StreamFeed(
+            stream, task_id, after, settings=self.__settings, background=self.__background
+        )
+
     async def __delegate(
-        self, params: SubscribeToTaskRequest, context: ServerCallContext
+        self, params: SubscribeToTaskRequest, context: ServerCallContext, source: Source
     ) -> AsyncGenerator[Event, None]:
-        with self.__transit(params.id):
-            async with aclosing(self.__wrapped.on_subscribe_to_task(params, context)) as events:
-                async for event in events:
-                    yield event
-
-    def __check(self, stored: StoredTask) -> Verdict:
-        task_id = stored.task.id
-        local = sdk.local_task(self.__wrapped, task_id)
-        verdict = judge(local, stored.version, in_transit=task_id in self.__in_transit)
-        self.__telemetry.checked(task_id, verdict, stored.version)
-        if local is not None:
-            self.__evict(local, stored.version)
-        return verdict
-
-    def __evict(self, local: LocalTask, stored: TaskVersion | None) -> bool:
-        if (
-            self.__settings.mode is Mode.OBSERVE
-            or self.__settings.evict is Evict.OFF
-            or self.__background.closed
-            or local.active.task_id in self.__in_transit
-            or not evict(self.__wrapped, local, stored, self.__turns)
-        ):
-            return False
-        self.__telemetry.evicted(local.active.task_id)
-        if not local.ended:
-            _ = self.__background.start(local.active.aclose(), f'evict {local.active.task_id}')
-        return True
-
-    async def __drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
-        """Has the SDK read the store before it writes CANCELED, which it does unchecked (F9).
-
-        A running turn lags its own saves; its copy is old if one look later it is the same.
-        """
-        seen: TaskVersion | None = None
-        for _ in range(2):
-            if sdk.local_task(self.__wrapped, task_id) is None:
-                return
-            stored = await self.__try_to_read(task_id, context)
-            local = sdk.local_task(self.__wrapped, task_id)
-            if stored is None or local is None:
-                return
-            if stored.task.status.state in TERMINAL_STATES:
-                # The SDK refuses, and by its old copy what the agent emits late.
-                return
-            if not superseded(local, stored.version) or self.__evict(local, stored.version):
-                return
-            if local.version == seen or not local.in_flight:
-                sdk.forget_copy(local.active)
-                return
-            seen = local.version
-
-    def __start_sweeping(self) -> None:
-        if (
-            self.__sweeping is None
-            and self.__settings.evict is Evict.SUPERSEDED
-            and self.__settings.mode is not Mode.OBSERVE
-            and not self.__background.closed
-        ):
-            stop = Signal()
-            self.__sweeping = self.__background.spawn(self.__sweep(stop), 'sweep', stop=stop.set)
-
-    async def __sweep(self, stop: Signal) -> None:
-        while not await stop.within(self.__settings.sweep_interval):
+        """Leaves a stream to the SDK until another replica writes, which it does not tell (F3)."""
+        task_id = params.id
+        local = LocalSubscription(self.__wrapped, params, context)
+        with self.__eviction.request(task_id):
+            feed = source.variables.run(self.__feed, local, task_id, TaskVersion.MISSING)
+            stored: StoredTask | None = None
             try:
-                await self.sweep()
-            except Exception:
-                logger.warning('Superseded tasks could not be swept; trying again', exc_info=True)
+                while stored is None:
+                    if versioned := await feed.next():
+                        yield versioned.event
+                        del versioned
+                    elif feed.ended:
+                        return
+                    else:
+                        stored = await self.__eviction.overtaken(task_id, source.read)
+            finally:
+                feed.close()
+        self.__telemetry.redirected(task_id, Verdict.STALE)
+        if stored.task.status.state in TERMINAL_STATES:
+            yield stored.task
+            return
+        async with aclosing(self.__follow(stored, source)) as events:
+            del stored
+            async for event in events:
+                yield event
+                del event
+
+    def __follow(self, stored: StoredTask, source: Source) -> AsyncGenerator[Event, None]:
+        return follow(stored, source, close_on=self.__settings.close_on, telemetry=self.__telemetry)
 
     async def sweep(self) -> int:
         """Closes the superseded and finished `ActiveTask`s of this replica.
@@ -379,36 +336,7 @@ class ClusterSubscribeHandler(_Base):
         Returns:
             How many were closed.
         """
-        held = sdk.local_tasks(self.__wrapped)
-        finished = [local for local in held if local.finished]
-        idle = [
-            local
-            for local in held
-            if local.at_rest and not local.finished and not local.version.is_missing
-        ]
-        stored = await self.__stored_versions(idle)
-        closed = 0
-        for task_id in {local.active.task_id for local in finished + idle}:
-            # Looked at again: it may have been used while the store was read.
-            local = sdk.local_task(self.__wrapped, task_id)
-            if local is not None and (local.finished or task_id in stored):
-                closed += self.__evict(local, stored.get(task_id))
-        return closed
-
-    async def __stored_versions(self, idle: Collection[LocalTask]) -> dict[str, TaskVersion | None]:
-        task_ids = [local.active.task_id for local in idle]
-        if task_ids and isinstance(self.__stream, SharedTailEventStream):
-            found = await self.__stream.stored(task_ids)
-            return {
-                task_id: TaskVersion(found[task_id].version) if task_id in found else None
-                for task_id in task_ids
-            }
-        versions: dict[str, TaskVersion | None] = {}
-        for local in idle:
-            if (context := sdk.call_context(local.active)) is not None:
-                stored = await self.__store.get(local.active.task_id, context)
-                versions[local.active.task_id] = stored.version if stored else None
-        return versions
+        return await self.__eviction.sweep()
 
     async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
         if not findable(task_id):

@@ -22,14 +22,14 @@ class Verdict(str, Enum):
     ABSENT = 'absent'
     """This replica holds nothing of the task."""
     LIVE = 'live'
-    """A request for the task is in flight here."""
+    """A turn of the task runs here, or is about to."""
     IDLE = 'idle'
     """Nothing runs here, and the cached copy is as new as the store."""
     STALE = 'stale'
     """Nothing runs here, and the store has gone on without this replica (faults F1, F2, F9)."""
 
 
-def judge(local: LocalTask | None, stored: TaskVersion, *, in_transit: bool) -> Verdict:
+def judge(local: LocalTask | None, stored: TaskVersion, *, arriving: bool) -> Verdict:
     """Compares a replica's memory with the store.
 
     In flight is asked before the versions: a running turn drops its cached copy at
@@ -38,11 +38,11 @@ def judge(local: LocalTask | None, stored: TaskVersion, *, in_transit: bool) -> 
     Args:
         local: What this replica's memory holds.
         stored: The version the store holds.
-        in_transit: Whether a message for the task is on its way through the decorator.
+        arriving: Whether a message for the task is on its way to its queue.
     """
     if local is None:
         return Verdict.ABSENT
-    if local.in_flight or in_transit:
+    if local.in_flight or arriving:
         return Verdict.LIVE
     return Verdict.STALE if superseded(local, stored) else Verdict.IDLE
 
@@ -61,7 +61,7 @@ def superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
     return stored != local.version
 
 
-def evict(
+def unregister(
     handler: RequestHandler,
     local: LocalTask,
     stored: TaskVersion | None,
@@ -88,7 +88,8 @@ def _is_left(local: LocalTask, turns: ExecutorSeam | None) -> bool:
     consumer for the producer.
     """
     return local.ended or (
-        local.drained
+        local.closed
+        and not local.unhandled
         and not local.read
         and turns is not None
         and turns.knows(local)

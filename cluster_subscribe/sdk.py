@@ -113,8 +113,10 @@ class LocalTask(NamedTuple):
     """Whether it will never run one again. Its last one may still run."""
     ended: bool
     """Whether nothing of it runs any more."""
-    drained: bool
-    """Whether its event queue is closed, and each event in it stored and sent on."""
+    closed: bool
+    """Whether its event queue takes no more."""
+    unhandled: bool
+    """Whether its event queue holds an event that was not stored and sent on yet."""
     read: bool
     """Whether somebody reads from it."""
     at_rest: bool
@@ -187,7 +189,8 @@ def _look_at(active: ActiveTask) -> LocalTask:
         in_flight=busy and not finished,
         finished=finished,
         ended=ended,
-        drained=events.is_closed() and not unhandled,
+        closed=events.is_closed(),
+        unhandled=unhandled > 0,
         read=read,
         at_rest=not (read or busy or _unfinished(requests) or unhandled),
     )

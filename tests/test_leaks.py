@@ -126,7 +126,7 @@ class Ledger:
             'open in the event log': told.event_log.open_subscriptions,
             'watched tasks': told.event_log.watched_tasks,
             'connections': self._pool.checkedout(),
-            'in transit': len(self._handler._ClusterSubscribeHandler__in_transit),
+            'active requests': self._handler._ClusterSubscribeHandler__eviction.active_requests,
             'tasks': sum(map(_lasts_no_longer_than_a_subscription, asyncio.all_tasks())),
             'subscribers': sum(isinstance(one, Subscriber | _Course) for one in gc.get_objects()),
         }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from cluster_subscribe import handler, local_task, subscription
+from cluster_subscribe import eviction, local_task, subscription
 from cluster_subscribe.event_log import log, reader, stream, subscriber
 from tests.mechanisms import replaced
 from tests.model.__main__ import database
@@ -210,9 +210,9 @@ MUTANTS: Final = (
         'a live task is evicted',
         (local_task, '_is_overtaken', 'local.at_rest\n        and ', ''),
         (
-            handler,
-            'ClusterSubscribeHandler.__evict',
-            'local.active.task_id in self.__in_transit',
+            eviction,
+            'Eviction.evict',
+            'local.active.task_id in self._active_requests',
             'False',
         ),
     ),
@@ -279,8 +279,8 @@ MUTANTS: Final = (
     _mutant(
         'a cancel writes an old copy of the task',
         (
-            handler,
-            'ClusterSubscribeHandler.__drop_stale_copy',
+            eviction,
+            'Eviction.drop_stale_copy',
             'not superseded(local, stored.version) or',
             'True or',
         ),

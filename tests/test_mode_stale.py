@@ -1,0 +1,102 @@
+"""Mode `stale`: a stream is left to the SDK only for as long as that tells the truth (F30, F3)."""
+
+import asyncio
+
+from typing import Any
+
+import pytest
+
+from a2a.types import SubscribeToTaskRequest
+
+from cluster_subscribe import ClusterSubscribeHandler, Settings, Verdict, wrap
+from cluster_subscribe.cli.lab import Decorate, Replica
+from cluster_subscribe.cli.lab.cluster import caller, cluster
+
+
+def stale(**settings: Any) -> Decorate:
+    return lambda handler: wrap(handler, settings=Settings(mode='stale', **settings))
+
+
+def verdicts(replica: Replica, verdict: Verdict) -> int:
+    assert isinstance(replica.handler, ClusterSubscribeHandler)
+    return replica.handler.statistics().subscribes[verdict]
+
+
+async def test_a_stream_that_is_open_makes_no_replica_live(sqlite_url: str) -> None:
+    """One hung stream kept the lie alive for all."""
+    async with cluster(sqlite_url, decorate=stale()) as lab:
+        task = await lab.a.start('work wait=1 ask').at('1')
+        hung = await lab.a.watch(task)
+        lab.gates.open('1')
+        assert await hung.until(lambda w: 'INPUT_REQUIRED' in w.told, 10)
+        await lab.b.start('work wait=2 done', task).at('2')
+        watch = await lab.a.watch(task)
+        assert verdicts(lab.a, Verdict.LIVE) == 1
+        assert verdicts(lab.a, Verdict.STALE) == 1
+        lab.gates.open('2')
+        assert await watch.until(lambda w: w.ending, 10)
+        assert watch.timeline == ('Task(WORKING)', 'COMPLETED', 'closed')
+
+
+async def test_a_stream_that_was_left_to_the_sdk_follows_the_task_elsewhere(
+    database_url: str,
+) -> None:
+    async with cluster(database_url, decorate=stale(reconcile_interval=0.2)) as lab:
+        task = await lab.a.start('work wait=1 ask').at('1')
+        watch = await lab.a.watch(task)
+        lab.gates.open('1')
+        assert await watch.until(lambda w: 'INPUT_REQUIRED' in w.told, 10)
+        await lab.b.start('work wait=2 art=x done', task).at('2')
+        assert await watch.until(lambda w: 'Task(WORKING)' in w.told[1:], 10)
+        lab.gates.open('2')
+        assert await watch.until(lambda w: w.ending, 10)
+        assert watch.timeline == (
+            *('Task(WORKING)', 'INPUT_REQUIRED', 'Task(WORKING)', 'art x', 'COMPLETED'),
+            'closed',
+        )
+
+
+@pytest.mark.parametrize(('script', 'end'), [('done', 'closed'), (None, 'TaskNotFoundError')])
+async def test_a_stream_that_was_left_to_the_sdk_hears_of_the_end_elsewhere(
+    script: str | None, end: str, sqlite_url: str
+) -> None:
+    async with cluster(sqlite_url, decorate=stale(reconcile_interval=0.2)) as lab:
+        task = await lab.a.start('work wait=1 ask').at('1')
+        watch = await lab.a.watch(task)
+        lab.gates.open('1')
+        assert await watch.until(lambda w: 'INPUT_REQUIRED' in w.told, 10)
+        if script:
+            await lab.b.turn(script, task)
+        else:
+            await lab.b.store.delete(task.id, caller())
+        assert await watch.until(lambda w: w.ending, 10)
+        ended = ('Task(COMPLETED)',) if script else ()
+        assert watch.timeline == ('Task(WORKING)', 'INPUT_REQUIRED', *ended, end)
+
+
+async def test_a_later_turn_here_stays_with_the_sdk(sqlite_url: str) -> None:
+    async with cluster(sqlite_url, decorate=stale(reconcile_interval=0.05)) as lab:
+        task = await lab.a.start('work wait=1 ask').at('1')
+        watch = await lab.a.watch(task)
+        lab.gates.open('1')
+        assert await watch.until(lambda w: 'INPUT_REQUIRED' in w.told, 10)
+        await lab.a.turn('work done', task)
+        assert await watch.until(lambda w: w.ending, 10)
+        right = 'Task(WORKING)', 'INPUT_REQUIRED', 'WORKING', 'COMPLETED', 'closed'
+        assert watch.timeline == right
+
+
+async def test_its_cancellation_is_not_swallowed(sqlite_url: str) -> None:
+    """F8: the SDK's own stream ends as if it had been closed."""
+    async with cluster(sqlite_url, decorate=stale()) as lab:
+        task = await lab.a.start('work wait=1 done').at('1')
+        for handler, swallowed in ((lab.a.stock, True), (lab.a.handler, False)):
+            events = handler.on_subscribe_to_task(SubscribeToTaskRequest(id=task.id), caller())
+            await anext(events)
+            reading = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            reading.cancel()
+            (error,) = await asyncio.gather(reading, return_exceptions=True)
+            assert isinstance(error, StopAsyncIteration if swallowed else asyncio.CancelledError)
+            await events.aclose()
+        assert verdicts(lab.a, Verdict.LIVE) == 1
