@@ -1,13 +1,17 @@
 """What an engine is, beyond its URL: which connections it hands out, and to what."""
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
+from sqlalchemy import Table
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.pool import AssertionPool, StaticPool
 
 _OWN_CREATOR: Final = 'sqlalchemy.engine.create'
 """The module of what opens connections by the URL."""
+_HARMLESS: Final = ('sqlalchemy.', 'opentelemetry.')
+"""Packages whose listeners set nothing on a connection."""
 
 
 def shared_connection(engine: AsyncEngine) -> str | None:
@@ -28,6 +32,35 @@ def has_creator(engine: AsyncEngine) -> bool:
     """Whether the user's own function opens the connections, so that the URL names nothing."""
     creator = getattr(engine.sync_engine.pool, '_creator', None)
     return getattr(creator, '__module__', _OWN_CREATOR) != _OWN_CREATOR
+
+
+def has_hooks(engine: AsyncEngine) -> bool:
+    """Whether functions of the user's set up connections or transactions.
+
+    What they set, such as a search path or a tenant, may depend on the context they run in,
+    and lasts as long as the transaction that they began.
+    """
+    pool: Any = engine.sync_engine.pool.dispatch
+    dispatch: Any = engine.sync_engine.dispatch
+    return (
+        _users(pool.checkout)
+        or _users(dispatch.begin)
+        or _users(dispatch.engine_connect)
+        or _users(pool.connect)
+    )
+
+
+def _users(listeners: Iterable[object]) -> bool:
+    return any(
+        not str(getattr(listener, '__module__', None)).startswith(_HARMLESS)
+        for listener in listeners
+    )
+
+
+def qualified_name(engine: AsyncEngine, table: Table) -> tuple[str | None, str]:
+    """The schema and the name under which an engine finds a table."""
+    schemas = engine.get_execution_options().get('schema_translate_map') or {}
+    return schemas.get(table.schema, table.schema), table.name
 
 
 def _in_memory(url: URL) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from a2a.server.agent_execution import AgentExecutor
 from a2a.server.agent_execution.active_task import ActiveTask
@@ -26,10 +26,12 @@ from a2a.server.cluster import (
 from a2a.server.context import ServerCallContext
 from a2a.server.events import EventQueue
 from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
-from sqlalchemy import make_url, select
+from sqlalchemy import Table, make_url, select
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import DeclarativeBase
 
+from cluster_subscribe.engines import qualified_name
 from cluster_subscribe.errors import UnsupportedHandlerError
 
 logger = logging.getLogger(__name__)
@@ -289,9 +291,9 @@ class Tables(NamedTuple):
     """Where an event stream and its store keep the log."""
 
     engine: AsyncEngine
-    events: str
-    versions: str
-    tasks: str | None
+    events: Table
+    versions: Table
+    tasks: Table | None
     """`None` where the store writes its task rows in a way of its own."""
     create: bool
 
@@ -308,12 +310,16 @@ def shareable(store: VersionedTaskStore, stream: TaskEventStream) -> Tables | No
     return _known(
         lambda: Tables(
             stream._engine,
-            stream._event_model.__tablename__,
-            store._version_model.__tablename__,
-            None if store._db.core_to_model_conversion else store._db.task_model.__tablename__,
+            _table(stream._event_model),
+            _table(store._version_model),
+            None if store._db.core_to_model_conversion else _table(store._db.task_model),
             stream._create_table,
         )
     )
+
+
+def _table(model: type[DeclarativeBase]) -> Table:
+    return cast('Table', model.__table__)
 
 
 def replace_event_stream(handler: RequestHandler, stream: TaskEventStream) -> None:
@@ -343,8 +349,8 @@ def apart(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
         return None
     places = _known(
         lambda: (
-            (store._db.engine, store._event_model.__tablename__),
-            (stream._engine, stream._event_model.__tablename__),
+            (store._db.engine, _table(store._event_model)),
+            (stream._engine, _table(stream._event_model)),
         )
     )
     if places is None:
@@ -353,8 +359,15 @@ def apart(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
     ours, theirs = _place(store_engine.url), _place(stream_engine.url)
     if store_engine is not stream_engine and (ours != theirs or ours[-1] == ':memory:'):
         return f'the store writes to {_shown(ours)}, the event stream reads {_shown(theirs)}'
-    if store_table != stream_table:
-        return f'the store writes to table {store_table}, the event stream reads {stream_table}'
+    written, read = (
+        qualified_name(store_engine, store_table),
+        qualified_name(stream_engine, stream_table),
+    )
+    if written != read:
+        return (
+            f'the store writes to table {_dotted(*written)}, '
+            f'the event stream reads {_dotted(*read)}'
+        )
     return None
 
 
@@ -370,6 +383,10 @@ def _place(url: URL) -> tuple[str, str, int | None, str]:
     host = str(url.host or url.query.get('host') or 'localhost')
     port = url.port or {'postgresql': 5432, 'mysql': 3306}.get(backend)
     return backend, 'localhost' if host in ('127.0.0.1', '::1') else host, port, database
+
+
+def _dotted(schema: str | None, name: str) -> str:
+    return f'{schema}.{name}' if schema else name
 
 
 def _shown(place: tuple[str, str, int | None, str]) -> str:

@@ -36,6 +36,7 @@ from a2a.types import (
     Task,
 )
 from opentelemetry import metrics
+from sqlalchemy.dialects import registry
 from sqlalchemy.ext.asyncio import create_async_engine
 from sybil import Sybil
 from sybil.example import Example
@@ -46,7 +47,7 @@ import cluster_subscribe
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream
 from cluster_subscribe.cli.lab import FAULTS, ScriptedAgent, label
 from cluster_subscribe.cli.lab.cluster import agent_card, user_message
-from cluster_subscribe.event_log.log import index_statement
+from cluster_subscribe.event_log.schema import index_statement
 from cluster_subscribe.telemetry import METRICS
 
 ROOT = Path(__file__).parent.parent
@@ -441,7 +442,10 @@ def test_the_index_statements_are_those_that_the_reader_names(
         for index in TaskEventModel.metadata.tables['task_events'].indexes
         if len(index.columns) > 1
     ]
-    assert f'{index_statement(index, dialect)};' in (DOCS / 'operations.md').read_text()
+    assert (
+        f'{index_statement(index, registry.load(dialect)(), None)};'
+        in (DOCS / 'operations.md').read_text()
+    )
 
 
 def test_every_public_name_is_in_the_documents() -> None:

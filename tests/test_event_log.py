@@ -471,7 +471,7 @@ async def test_the_index_comes_with_the_table(database_url: str) -> None:
     await store.initialize()
     log = EventLog(engine, 'task_events', 'task_versions', create_table=False)
     async with engine.connect() as connection:
-        assert await connection.run_sync(log._is_indexed)
+        assert await log.schema.is_indexed(connection)
     await engine.dispose()
 
 
@@ -493,9 +493,9 @@ async def test_a_missing_index_is_named_once_and_not_built(
     _, _, statement = record.getMessage().partition(': ')
     async with engine.connect() as connection:
         autocommit = await connection.execution_options(isolation_level='AUTOCOMMIT')
-        assert await autocommit.run_sync(log._is_indexed) is False
+        assert await log.schema.is_indexed(autocommit) is False
         await autocommit.execute(text(statement))
-        assert await autocommit.run_sync(log._is_indexed)
+        assert await log.schema.is_indexed(autocommit)
     await engine.dispose()
 
 

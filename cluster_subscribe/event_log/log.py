@@ -14,15 +14,12 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
-from a2a.server.models import Base, create_task_event_model, create_task_version_model
 from a2a.types import TaskState
 from sqlalchemy import (
-    JSON,
     BigInteger,
     ColumnElement,
     CompoundSelect,
     Connection,
-    Index,
     Integer,
     Select,
     String,
@@ -30,21 +27,19 @@ from sqlalchemy import (
     any_,
     bindparam,
     case,
-    column,
     func,
-    inspect,
     literal,
     or_,
     select,
-    table,
     union_all,
 )
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-from sqlalchemy.orm import DeclarativeBase
 
 from cluster_subscribe.background import in_time
+from cluster_subscribe.engines import has_hooks
+from cluster_subscribe.event_log.schema import Schema, table_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,27 +104,24 @@ class EventLog:
     def __init__(
         self,
         engine: AsyncEngine,
-        events: str,
-        versions: str,
+        events: str | Table,
+        versions: str | Table,
         *,
-        tasks: str | None = None,
+        tasks: str | Table | None = None,
         create_table: bool = True,
     ) -> None:
         self.engine = engine
         self._create_table = create_table
         self._prepared = self._advised = self._pooled = False
-        self._events, self._versions = _tables(events, versions)
-        self._index = _index(self._events)
-        if (shared := Base.metadata.tables.get(events)) is not None:
-            # Whoever creates the SDK's table creates the index with it.
-            _index(shared)
+        self.schema = Schema(engine, events, versions)
+        self._events, self._versions = self.schema.events, self.schema.versions
         v = self._versions.c
         self._stored = select(v.task_id, v.owner, v.version).where(
             _among(v.task_id, engine.dialect.name)
         )
         self._states = None
         if tasks is not None:
-            t = table(tasks, column('id', String), column('status', JSON)).c
+            t = table_of('tasks', tasks).c
             self._states = select(t.id, t.status['state'].as_string(), v.version).where(
                 _among(t.id, engine.dialect.name), v.task_id == t.id
             )
@@ -165,7 +157,12 @@ class EventLog:
             timer = asyncio.get_running_loop().call_later(patience, _scissors(connection))
             timers.callback(timer.cancel)
             try:
-                if connection.dialect.name == 'postgresql' and not self._pooled:
+                if (
+                    connection.dialect.name == 'postgresql'
+                    and not self._pooled
+                    # Switching would roll back what the user's hooks have set.
+                    and not has_hooks(self.engine)
+                ):
                     # Reads of single statements need no transaction, nor its round trips.
                     connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
                 yield connection
@@ -179,45 +176,32 @@ class EventLog:
         """Creates the tables if they are missing and it may, the index with them."""
         if self._prepared:
             return
-        async with self.connect() as connection:
-            there = await connection.run_sync(self._is_there)
-        if not there and self._create_table:
+        if self._create_table and not await self._is_there():
             try:
-                async with self.engine.begin() as connection:
-                    await connection.run_sync(self._events.metadata.create_all)
+                await self.schema.create()
             except Exception:
-                async with self.connect() as connection:
-                    if not await connection.run_sync(self._is_there):
-                        raise
-                # Another replica was quicker.
+                # Another replica may have been quicker.
+                if not await self._is_there():
+                    raise
         self._prepared = True
 
-    async def advise(self) -> None:
-        """Names a missing index, once.
+    async def _is_there(self) -> bool:
+        async with self.connect() as connection:
+            return await self.schema.is_there(connection)
 
-        Building it under a running cluster is for the operator, with a statement that
-        does not block writers.
-        """
+    async def advise(self) -> None:
+        """Names a missing index, once. Never raises: it is only advice."""
         if self._advised:
             return
-        async with self.connect() as connection:
-            indexed = await connection.run_sync(self._is_indexed)
+        try:
+            async with self.connect() as connection:
+                indexed = await self.schema.is_indexed(connection)
+        except Exception:
+            logger.debug('Whether %s has an index is not known', self.table, exc_info=True)
+        else:
+            if not indexed:
+                self.schema.advise()
         self._advised = True
-        if not indexed:
-            logger.warning(
-                'Reading the log of a task with many events is slow without an index on it: %s',
-                index_statement(self._index, self.engine.dialect.name),
-            )
-
-    def _is_there(self, connection: Connection) -> bool:
-        return inspect(connection).has_table(self._events.name)
-
-    def _is_indexed(self, connection: Connection) -> bool:
-        wanted = [c.name for c in self._index.columns][:2]
-        return any(
-            index['column_names'][:2] == wanted
-            for index in inspect(connection).get_indexes(self._events.name)
-        )
 
     async def stored(
         self, connection: AsyncConnection, task_ids: Collection[str]
@@ -342,37 +326,6 @@ def _scissors(connection: AsyncConnection) -> Callable[[], object]:
     wire: Any = cast('Connection', connection.sync_connection).connection.driver_connection
     cut: Callable[[], object] = wire.terminate if hasattr(wire, 'terminate') else wire.close
     return cut
-
-
-def index_statement(index: Index, dialect: str) -> str:
-    """The statement that builds the index without stopping writers."""
-    table = cast('Table', index.table).name
-    columns = ', '.join(c.name for c in index.columns)
-    if dialect == 'postgresql':
-        return f'CREATE INDEX CONCURRENTLY IF NOT EXISTS {index.name} ON {table} ({columns})'
-    if dialect in ('mysql', 'mariadb'):
-        return (
-            f'ALTER TABLE {table} ADD INDEX {index.name} ({columns}), ALGORITHM=INPLACE, LOCK=NONE'
-        )
-    return f'CREATE INDEX IF NOT EXISTS {index.name} ON {table} ({columns})'
-
-
-def _tables(events: str, versions: str) -> tuple[Table, Table]:
-    # A base of our own: the SDK refuses a second model for one table name.
-    class _Base(DeclarativeBase):
-        pass
-
-    create_task_event_model(events, _Base)
-    create_task_version_model(versions, _Base)
-    return _Base.metadata.tables[events], _Base.metadata.tables[versions]
-
-
-def _index(events: Table) -> Index:
-    name = f'ix_{events.name}_cursor'[:63]
-    for index in events.indexes:
-        if index.name == name:
-            return index
-    return Index(name, events.c.task_id, events.c.task_version, events.c.seq)
 
 
 def _among(task_id: ColumnElement[str], dialect: str) -> ColumnElement[bool]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Collection
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
 from a2a.types import TaskState
 from a2a.utils.errors import TaskNotFoundError
+from sqlalchemy import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe import sdk
@@ -32,10 +33,11 @@ class SharedTailEventStream(TaskEventStream):
     Args:
         engine: The engine of the database that the task store writes to.
         create_table: Whether to create the tables where they are missing.
-        table_name: The event table, as given to the store as `event_table_name`.
-        version_table_name: The version table, as given to the store.
+        table_name: The event table, as given to the store as `event_table_name`; or the
+            `__table__` of a model, in whatever schema it is.
+        version_table_name: The version table, as given to the store; or a table.
         task_table_name: The task table, where its states are to be compared with the
-            log (F19).
+            log (F19); or a table.
         settings: `poll_interval`, `reconcile_interval`, `wakeup` and
             `max_buffered_events` apply; read from the environment when not given.
 
@@ -47,10 +49,10 @@ class SharedTailEventStream(TaskEventStream):
         self,
         engine: AsyncEngine,
         create_table: bool = True,  # noqa: FBT001, FBT002 - as the SDK's own stream has it
-        table_name: str = 'task_events',
-        version_table_name: str = 'task_versions',
+        table_name: str | Table = 'task_events',
+        version_table_name: str | Table = 'task_versions',
         *,
-        task_table_name: str | None = None,
+        task_table_name: str | Table | None = None,
         settings: Settings | None = None,
     ) -> None:
         if shared := shared_connection(engine):
@@ -60,15 +62,12 @@ class SharedTailEventStream(TaskEventStream):
             )
         settings = settings or Settings()
         self._background = Background()
+        log = EventLog(
+            engine, table_name, version_table_name, tasks=task_table_name, create_table=create_table
+        )
         self._reader = Reader(
-            EventLog(
-                engine,
-                table_name,
-                version_table_name,
-                tasks=task_table_name,
-                create_table=create_table,
-            ),
-            wakeup_for(engine, table_name) if settings.wakeup is Wakeup.AUTO else None,
+            log,
+            wakeup_for(engine, log.table) if settings.wakeup is Wakeup.AUTO else None,
             self._background,
             settings,
         )
