@@ -130,10 +130,11 @@ MECHANISMS: Final = (
     _mechanism(
         'a silent wire is cut',
         _LOG,
-        'call_later(patience, _scissors(connection))',
+        'call_later(patience, abort_connection(connection))',
         'call_later(patience, lambda: None)',
         'test_outages.py::test_a_wire_that_is_silent_for_good[postgresql-False]',
         'test_outages.py::test_a_wire_that_is_silent_for_good[mysql-False]',
+        'test_outages.py::test_a_silent_wire_under_psycopg',
         'test_outages.py::test_a_wire_that_falls_silent_at_the_end_of_a_round[mysql]',
     ),
     _mechanism(

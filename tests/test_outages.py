@@ -28,7 +28,7 @@ from a2a.server.cluster import TaskVersion
 from a2a.types import Part, StreamResponse, Task, TaskArtifactUpdateEvent
 from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import (
@@ -193,12 +193,14 @@ def scene(database_url: str, took: Callable[[float], None]) -> Setting:
     """Makes a scene over a wire; `settings` are those of the far side."""
 
     @asynccontextmanager
-    async def make(settings: dict[str, Any] | None = None, **engine: Any) -> AsyncIterator[Scene]:
+    async def make(
+        settings: dict[str, Any] | None = None, driver: str = 'asyncpg', **engine: Any
+    ) -> AsyncIterator[Scene]:
         far_side = partial(cluster, decorate=wrapping(**(settings or {})), engine_options=engine)
         async with (
             proxy(database_url) as wire,
             cluster(database_url, decorate=wrapping()) as near,
-            far_side(wire.url) as far,
+            far_side(wire.url.replace('asyncpg', driver)) as far,
         ):
             made = Scene(near, far, wire, took)
             await made.begin()
@@ -286,6 +288,49 @@ async def test_a_wire_that_is_silent_for_good(
         await play.go_on()
         await play.recovered(since=began)
         await play.end()
+
+
+@on_postgresql
+async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its close() is a coroutine, and waits for the query under way."""
+    pytest.importorskip('psycopg')
+
+    async def no_advice(_log: EventLog) -> None: ...
+
+    monkeypatch.setattr(EventLog, 'advise', no_advice)
+    monkeypatch.setattr(event_log_reader, 'PATIENCE', PATIENCE)
+    async with scene(driver='psycopg') as play:
+        began = time.monotonic()
+        play.wire.swallow()
+        await play.go_on()
+        await play.recovered(since=began)
+        await play.end()
+
+
+@on_postgresql
+@pytest.mark.parametrize('code', ['26000', '42P05'])
+async def test_a_statement_that_was_prepared_elsewhere_is_asked_again_in_a_transaction(
+    database_url: str, code: str
+) -> None:
+    """A pooler in transaction mode gave it to another server connection."""
+    raised = ProgrammingError('SELECT 1', {}, CodedError(code))
+    assert not is_final(raised)
+    engine = create_async_engine(database_url)
+    log = EventLog(engine, 'task_events', 'task_versions')
+    with pytest.raises(ProgrammingError):
+        async with log.connect():
+            raise raised
+    async with log.connect() as connection:
+        assert await connection.get_isolation_level() != 'AUTOCOMMIT'
+    await engine.dispose()
+
+
+class CodedError(Exception):
+    """What a driver raises."""
+
+    def __init__(self, sqlstate: str) -> None:
+        super().__init__(sqlstate)
+        self.sqlstate = sqlstate
 
 
 @on_a_wire

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from itertools import islice
 from typing import Any, Final, NamedTuple, cast
@@ -19,7 +19,6 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     CompoundSelect,
-    Connection,
     Integer,
     Select,
     String,
@@ -39,6 +38,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from cluster_subscribe.background import in_time
 from cluster_subscribe.engines import has_hooks
+from cluster_subscribe.event_log.connection import abort_connection, prepared_elsewhere
 from cluster_subscribe.event_log.schema import Schema, table_of
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ PAGES_PER_STATEMENT: Final = 32
 TASKS_PER_STATEMENT: Final = 10_000
 """Tasks whose versions are asked for in one statement: some 400 KB of ids."""
 _STATES: Final = {name: cast('TaskState', value) for name, value in TaskState.items()}
-_NO_SUCH_STATEMENT: Final = '26000'
-"""PostgreSQL's word for a statement that was prepared elsewhere."""
 _BEHIND_ALL_ROWS: Final = 2**63 - 1
 
 
@@ -142,9 +140,8 @@ class EventLog:
     async def connect(self, patience: float = PATIENCE) -> AsyncIterator[AsyncConnection]:
         """One pooled connection for one round.
 
-        After `patience` seconds it counts as dead, as one whose network lost it without a
-        word. Its wire is cut, which any statement, also the one that ends a transaction,
-        answers with the error of a lost connection; SQLAlchemy then renews the pool.
+        After `patience` seconds it counts as lost and is aborted: any statement, also the
+        one that ends a transaction, then raises, and SQLAlchemy renews the pool.
         """
         async with AsyncExitStack() as stack:
             timers = stack.enter_context(ExitStack())
@@ -154,7 +151,7 @@ class EventLog:
                 yield await entering
                 return
             connection = await in_time(entering, patience)
-            timer = asyncio.get_running_loop().call_later(patience, _scissors(connection))
+            timer = asyncio.get_running_loop().call_later(patience, abort_connection(connection))
             timers.callback(timer.cancel)
             try:
                 if (
@@ -167,8 +164,8 @@ class EventLog:
                     connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
                 yield connection
             except DBAPIError as error:
-                if getattr(error.orig, 'sqlstate', None) == _NO_SUCH_STATEMENT:
-                    # A pooler gave it to two backends; in a transaction it stays with one.
+                if prepared_elsewhere(error):
+                    # In a transaction it stays with one server connection.
                     self._pooled = True
                 raise
 
@@ -319,13 +316,6 @@ class EventLog:
 def findable(task_id: str) -> bool:
     """Whether a database can look for an id: none takes half a surrogate, PostgreSQL no NUL."""
     return '\0' not in task_id and task_id.encode(errors='ignore').decode() == task_id
-
-
-def _scissors(connection: AsyncConnection) -> Callable[[], object]:
-    """Cuts a connection's wire, without waiting."""
-    wire: Any = cast('Connection', connection.sync_connection).connection.driver_connection
-    cut: Callable[[], object] = wire.terminate if hasattr(wire, 'terminate') else wire.close
-    return cut
 
 
 def _among(task_id: ColumnElement[str], dialect: str) -> ColumnElement[bool]:

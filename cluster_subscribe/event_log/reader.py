@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.errors import EventStreamEndedError
+from cluster_subscribe.event_log.connection import prepared_elsewhere
 from cluster_subscribe.event_log.log import PATIENCE, EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
@@ -354,6 +355,8 @@ def is_final(error: Exception) -> bool:
 
     Everything else is retried, what a driver raises while connecting included.
     """
+    if prepared_elsewhere(error):
+        return False
     if isinstance(error, DBAPIError):
         code = error.orig.args[0] if error.orig and error.orig.args else None
         return not error.connection_invalidated and (
