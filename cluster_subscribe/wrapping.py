@@ -2,19 +2,25 @@
 
 import logging
 
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from a2a.server.cluster import LegacyTaskStoreAdapter, TaskEventStream, VersionedTaskStore
-from a2a.server.request_handlers import RequestHandler
+from a2a.server.request_handlers import (
+    DefaultRequestHandler,
+    LegacyRequestHandler,
+    RequestHandler,
+)
 
 from cluster_subscribe import executor_seam, sdk
 from cluster_subscribe.engines import shared_connection
+from cluster_subscribe.errors import UnsupportedHandlerError
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.handler import ClusterSubscribeHandler
 from cluster_subscribe.settings import Mode, Settings
 
 logger = logging.getLogger(__name__)
 
+_SDKS_OWN: Final = (DefaultRequestHandler, LegacyRequestHandler)
 H = TypeVar('H', bound=RequestHandler)
 
 
@@ -43,7 +49,8 @@ def wrap(
 
     Raises:
         SettingsError: An environment variable has a value that is not allowed.
-        UnsupportedHandlerError: The handler's shape is not known and store or stream
+        UnsupportedHandlerError: The handler has an `on_subscribe_to_task` of its own,
+            whose rules would be passed over; or its shape is not known and store or stream
             were not passed. A `TypeError`.
         TypeError: An argument is not what its name says.
     """
@@ -62,7 +69,11 @@ def wrap(
         logger.info('cluster-subscribe is off (CLUSTER_SUBSCRIBE=off); the handler stays as it is')
         return handler
     if task_store is None or event_stream is None:
-        parts = sdk.cluster_parts(handler)
+        try:
+            parts = sdk.cluster_parts(handler)
+        except UnsupportedHandlerError:
+            _refuse_own_rules(handler, settings)
+            raise
         task_store, event_stream = task_store or parts.store, event_stream or parts.stream
     if task_store is None or isinstance(task_store, LegacyTaskStoreAdapter):
         return _not_clustered(
@@ -85,6 +96,7 @@ def wrap(
                 shared,
             )
             return handler
+    _refuse_own_rules(handler, settings)
     if difference := sdk.apart(task_store, event_stream):
         logger.warning('No stream can work across them: %s', difference)
     owned: SharedTailEventStream | None = None
@@ -118,6 +130,23 @@ def wrap(
         settings.wakeup.value,
     )
     return cast('H', decorator)
+
+
+def _refuse_own_rules(handler: RequestHandler, settings: Settings) -> None:
+    """Refuses a handler that answers a subscribe in a way of its own, which would be replaced."""
+    method = handler.on_subscribe_to_task
+    function = getattr(method, '__func__', None)
+    if settings.mode is Mode.OBSERVE or (
+        function in [default.on_subscribe_to_task for default in _SDKS_OWN]
+        and getattr(method, '__self__', None) is handler
+    ):
+        return
+    raise UnsupportedHandlerError(
+        f'{type(handler).__qualname__} has an on_subscribe_to_task of its own, and '
+        "cluster-subscribe would serve streams without its rules: wrap the SDK's handler, "
+        'wrap(DefaultRequestHandler(...)), and put the rules into a decorator of your own '
+        'around it (docs/adoption.md, "Rules of your own")'
+    )
 
 
 def _not_clustered(handler: H, reason: str, *, by_mistake: bool) -> H:

@@ -28,7 +28,6 @@ import uvicorn
 
 from a2a.client import Client, ClientConfig, create_client
 from a2a.server.models import TaskEventModel
-from a2a.server.request_handlers import RequestHandler
 from a2a.types import (
     SendMessageRequest,
     StreamResponse,
@@ -91,13 +90,6 @@ def test_the_readme_can_be_read_at_a_sitting() -> None:
     assert len(README.read_text().split()) < 700
 
 
-def unknown_handler() -> RequestHandler:
-    """A handler of the reader's own, which shows nothing of what it is made of."""
-    methods = dict.fromkeys(RequestHandler.__abstractmethods__)
-    handler: RequestHandler = type('TheirHandler', (RequestHandler,), methods)()
-    return handler
-
-
 @pytest.fixture
 def _for_one_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keeps from later tests what a document sets for its whole process."""
@@ -120,7 +112,6 @@ async def test_the_python_of_a_document_runs(
         card=agent_card('http://127.0.0.1'),
         database_url=sqlite_url,
         executor=ScriptedAgent(),
-        your_handler=unknown_handler(),
     )
     quoted = {textwrap.dedent(code) for _, code in quotes(document)}
     for example in parsed.examples():

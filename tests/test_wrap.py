@@ -1,6 +1,7 @@
 """`wrap()` in an app factory: what it takes, what it gives back, what it says."""
 
 import asyncio
+import functools
 import logging
 import subprocess
 import sys
@@ -42,8 +43,10 @@ def engine_of(url: str) -> AsyncEngine:
     return create_async_engine(url)
 
 
-def handler_of(store: Any, stream: Any) -> DefaultRequestHandler:
-    return DefaultRequestHandler(
+def handler_of(
+    store: Any, stream: Any, kind: type[DefaultRequestHandler] = DefaultRequestHandler
+) -> DefaultRequestHandler:
+    return kind(
         agent_executor=ScriptedAgent(),
         task_store=store,
         event_stream=stream,
@@ -125,16 +128,68 @@ def test_a_legacy_handler_comes_back() -> None:
     assert wrap(handler) is handler
 
 
-def test_an_unknown_handler_is_refused_with_what_to_pass() -> None:
-    with pytest.raises(UnsupportedHandlerError, match=r'task_store=\.\.\., event_stream=\.\.\.'):
-        wrap(Foreign())  # type: ignore[abstract]
+class Checking(DefaultRequestHandler):
+    """Checks access before it subscribes."""
+
+    def on_subscribe_to_task(self, params: Any, context: Any) -> Any:
+        raise PermissionError
+
+
+class Unclear(DefaultRequestHandler):
+    """Has a subscribe that is the SDK's, and parts that nobody knows."""
+
+    def __init__(self) -> None: ...
+
+
+def with_a_method_of_its_own(handler: DefaultRequestHandler) -> DefaultRequestHandler:
+    answer = handler.on_subscribe_to_task
+
+    @functools.wraps(answer)
+    def checked(params: Any, context: Any) -> Any:
+        return answer(params, context)
+
+    handler.on_subscribe_to_task = checked  # type: ignore[method-assign]
+    return handler
+
+
+def test_a_handler_with_rules_of_its_own_is_refused_with_the_way_out(
+    stock: DefaultRequestHandler, sqlite_url: str
+) -> None:
+    """It was served from the log, and its access check passed over."""
+    engine = engine_of(sqlite_url)
+    store, stream = VersionedDatabaseTaskStore(engine), DatabaseTaskEventStream(engine)
+    own = handler_of(store, stream, Checking)
+    for handler, parts in (
+        (own, {}),
+        (with_a_method_of_its_own(stock), {}),
+        (Foreign(), {}),  # type: ignore[abstract]
+        (Foreign(), {'task_store': store, 'event_stream': stream}),  # type: ignore[abstract]
+    ):
+        for mode in ('on', 'stale'):
+            with pytest.raises(UnsupportedHandlerError) as refused:
+                wrap(handler, settings=Settings(mode=mode), **parts)  # type: ignore[arg-type]
+            for word in (type(handler).__name__, 'on_subscribe_to_task', 'docs/adoption.md'):
+                assert word in str(refused.value)
+            assert '\n' not in str(refused.value)
+    assert own._event_stream is stream
     assert issubclass(UnsupportedHandlerError, TypeError)
 
 
-def test_an_unknown_handler_works_with_its_parts(sqlite_url: str) -> None:
+def test_rules_of_its_own_may_be_observed(sqlite_url: str) -> None:
+    engine = engine_of(sqlite_url)
+    store, stream = VersionedDatabaseTaskStore(engine), DatabaseTaskEventStream(engine)
+    own = handler_of(store, stream, Checking)
+    assert wrap(own, settings=Settings(mode='off')) is own
+    observed: Any = wrap(own, settings=Settings(mode='observe'))
+    assert isinstance(observed, ClusterSubscribeHandler)
+
+
+def test_parts_that_are_not_found_are_asked_for_and_taken(sqlite_url: str) -> None:
+    with pytest.raises(UnsupportedHandlerError, match=r'task_store=\.\.\., event_stream=\.\.\.'):
+        wrap(Unclear())
     engine = engine_of(sqlite_url)
     handler = wrap(
-        Foreign(),  # type: ignore[abstract]
+        Unclear(),
         task_store=VersionedDatabaseTaskStore(engine),
         event_stream=DatabaseTaskEventStream(engine),
     )

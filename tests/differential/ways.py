@@ -54,6 +54,17 @@ class Untouched(DefaultRequestHandler):
     """A subclass that overrides nothing."""
 
 
+class Checking(DefaultRequestHandler):
+    """A subclass with an access check of its own, which a wrapped one would pass over."""
+
+    async def on_subscribe_to_task(
+        self, params: SubscribeToTaskRequest, context: ServerCallContext
+    ) -> AsyncGenerator[Event, None]:
+        async with aclosing(super().on_subscribe_to_task(params, context)) as events:
+            async for event in events:
+                yield event
+
+
 class Outer(RequestHandler):
     """A handler that delegates to another."""
 
@@ -93,6 +104,7 @@ Outer.__abstractmethods__ = frozenset()
 WAYS = [
     Way('plain', databases=ALL, scenes=(*CORE, scenes.answer, scenes.blocking, scenes.many_chunks)),
     Way('a subclass that overrides nothing', Parts(handler=Untouched)),
+    Way('a subclass with an access check', Parts(handler=Checking), refused=True),
     Way("the user's own decorator around", around=Outer),
     Way('NullPool', engine(poolclass=NullPool), databases=(SQLITE, POSTGRESQL)),
     Way('pre-ping', engine(pool_pre_ping=True), databases=(POSTGRESQL, MYSQL)),
