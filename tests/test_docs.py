@@ -455,6 +455,19 @@ def test_every_public_name_is_in_the_documents() -> None:
     assert not [name for name in cluster_subscribe.__all__ if f'`{name}' not in text]
 
 
+def test_the_api_reference_has_every_public_name_once() -> None:
+    text = (DOCS / 'api.md').read_text()
+    listed = re.findall(r'^::: cluster_subscribe\.(\w+)$', text, re.MULTILINE)
+    assert sorted(listed) == sorted(cluster_subscribe.__all__)
+
+
+def test_the_site_has_every_document() -> None:
+    text = (ROOT / 'mkdocs.yml').read_text()
+    assert sorted(re.findall(r'- (\S+\.md)$', text, re.MULTILINE)) == sorted(
+        document.name for document in DOCS.glob('*.md')
+    )
+
+
 def test_every_module_is_in_the_table_of_modules() -> None:
     package = Path(cluster_subscribe.__file__).parent
     listed = {
