@@ -101,6 +101,8 @@ def _for_one_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures('_for_one_test')
+# The SDK's own, for a table of another name.
+@pytest.mark.filterwarnings('ignore:This declarative base already contains')
 @each([document for document in DOCUMENTS if '```python' in document.read_text()])
 async def test_the_python_of_a_document_runs(
     document: Path, sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
