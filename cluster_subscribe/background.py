@@ -8,14 +8,15 @@ is cancelled in mid-query can lose its connection.
 import asyncio
 import logging
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextvars import Context, copy_context
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from cluster_subscribe.errors import EventStreamEndedError
 
 logger = logging.getLogger(__name__)
 
+K = TypeVar('K', bound=Hashable)
 T = TypeVar('T')
 
 _PATIENCE: Final = 30.0
@@ -106,6 +107,79 @@ class Background:
             if late:
                 # A connection that died without a word may hold even a cancelled task.
                 await asyncio.wait(late, timeout=_GRACE)
+
+
+class SharedReads(Generic[K, T]):
+    """Reads by key, once for all who ask: whoever asks while it reads waits for the next.
+
+    So nobody gets an answer that is older than the question.
+    """
+
+    def __init__(
+        self,
+        background: Background,
+        read: Callable[[Sequence[K]], Coroutine[Any, Any, Mapping[K, T]]],
+        name: str,
+        context: Context | None = None,
+    ) -> None:
+        self._background = background
+        self._read = read
+        self._name = name
+        self._context = context
+        self._waiting: dict[K, list[asyncio.Future[T | None]]] = {}
+        self._reading = False
+
+    async def get(self, key: K) -> T | None:
+        """What a read that starts now or later finds for a key.
+
+        Raises:
+            Exception: Whatever the read failed with.
+        """
+        future: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, []).append(future)
+        if not self._reading:
+            self._reading = True
+            try:
+                _ = self._background.start(self._serve(), self._name, self._context)
+            except BaseException:
+                self._reading = False
+                self._waiting.clear()
+                raise
+        return await future
+
+    async def _serve(self) -> None:
+        waiting: dict[K, list[asyncio.Future[T | None]]] = {}
+        error: Exception = EventStreamEndedError('The server is stopping')
+        try:
+            while self._waiting:
+                # In the loop's next turn: who asks in this one asks together.
+                await asyncio.sleep(0)
+                waiting, self._waiting = self._waiting, {}
+                waiting = {
+                    key: open_
+                    for key, futures in waiting.items()
+                    if (open_ := [future for future in futures if not future.done()])
+                }
+                try:
+                    found = await in_time(self._read(list(waiting)), _PATIENCE)
+                except Exception as failed:  # noqa: BLE001 - is given to whoever asked
+                    _fail(waiting, failed)
+                    continue
+                for key, futures in waiting.items():
+                    for future in futures:
+                        if not future.done():
+                            future.set_result(found.get(key))
+        finally:
+            self._reading = False
+            _fail(waiting, error)
+            _fail(self._waiting, error)
+
+
+def _fail(waiting: Mapping[Any, list['asyncio.Future[Any]']], error: Exception) -> None:
+    for futures in waiting.values():
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
 
 
 async def in_time(work: Awaitable[T], seconds: float) -> T:

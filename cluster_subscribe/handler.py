@@ -41,6 +41,7 @@ from cluster_subscribe.settings import Mode, Settings
 from cluster_subscribe.subscription import (
     TERMINAL_STATES,
     Feed,
+    Look,
     Source,
     StreamFeed,
     follow,
@@ -211,10 +212,11 @@ class ClusterSubscribeHandler(_Base):
 
     async def __try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
         try:
-            return await self.__background.run(self.__read(task_id, context), f'read {task_id}')
+            look = await self.__background.run(self.__look(task_id, context), f'read {task_id}')
         except Exception:
             logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
             return None
+        return look.stored if look else None
 
     async def on_subscribe_to_task(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
@@ -241,32 +243,35 @@ class ClusterSubscribeHandler(_Base):
         # A transport may read on from another task than the request's.
         variables = copy_context()
 
-        async def read() -> StoredTask | None:
+        async def read() -> Look | None:
             return await self.__background.run(
-                self.__read(task_id, context), f'read {task_id}', variables
+                self.__look(task_id, context), f'read {task_id}', variables
             )
 
         if sdk.streaming(self.__wrapped) is False:
             return self.__wrapped.on_subscribe_to_task(params, context)
         if self.__settings.mode is Mode.OBSERVE:
             try:
-                if (stored := await read()) and stored.task.status.state not in TERMINAL_STATES:
-                    verdict = self.__eviction.check(stored)
+                look = await read()
+                if look and look.stored.task.status.state not in TERMINAL_STATES:
+                    verdict = self.__eviction.check(look.stored)
                     if verdict is not Verdict.ABSENT:
                         self.__telemetry.redirected(task_id, verdict, observed=True)
             except Exception:
                 logger.warning('Task %s could not be observed', task_id, exc_info=True)
             return self.__wrapped.on_subscribe_to_task(params, context)
 
-        stored = await read()
-        if stored is None:
+        look = await read()
+        if look is None:
             raise TaskNotFoundError
+        stored, owner = look
+        del look
         if stored.task.status.state in TERMINAL_STATES:
             raise UnsupportedOperationError(
                 f'Task {task_id} is in terminal state: {TaskState.Name(stored.task.status.state)}'
             )
         verdict = self.__eviction.check(stored)
-        source = self.__source(stored.task.id, context, read, variables)
+        source = self.__source(stored.task.id, owner, read, variables)
         if self.__settings.mode is Mode.STALE and verdict is Verdict.LIVE:
             return self.__delegate(params, context, source)
         if verdict is not Verdict.ABSENT:
@@ -277,12 +282,11 @@ class ClusterSubscribeHandler(_Base):
     def __source(
         self,
         task_id: str,
-        context: ServerCallContext,
-        read: Callable[[], Awaitable[StoredTask | None]],
+        owner: str | None,
+        read: Callable[[], Awaitable[Look | None]],
         variables: Context,
     ) -> Source:
         def open_feed(version: TaskVersion, state: TaskState) -> Feed:
-            owner = sdk.owner(self.__store, context)
             if isinstance(self.__stream, SharedTailEventStream) and owner is not None:
                 return self.__stream.open(task_id, version, owner, state=state)
             return self.__feed(self.__stream, task_id, version)
@@ -300,6 +304,10 @@ class ClusterSubscribeHandler(_Base):
         """Leaves a stream to the SDK until another replica writes, which it does not tell (F3)."""
         task_id = params.id
         local = LocalSubscription(self.__wrapped, params, context)
+
+        async def read() -> StoredTask | None:
+            return look.stored if (look := await source.read()) else None
+
         with self.__eviction.request(task_id):
             feed = source.variables.run(self.__feed, local, task_id, TaskVersion.MISSING)
             stored: StoredTask | None = None
@@ -311,7 +319,7 @@ class ClusterSubscribeHandler(_Base):
                     elif feed.ended:
                         return
                     else:
-                        stored = await self.__eviction.overtaken(task_id, source.read)
+                        stored = await self.__eviction.overtaken(task_id, read)
             finally:
                 feed.close()
         self.__telemetry.redirected(task_id, Verdict.STALE)
@@ -338,15 +346,20 @@ class ClusterSubscribeHandler(_Base):
         """
         return await self.__eviction.sweep()
 
-    async def __read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+    async def __look(self, task_id: str, context: ServerCallContext) -> Look | None:
         if not findable(task_id):
             return None
-        if isinstance(self.__store, VersionedDatabaseTaskStore):
-            await _create_tables(self.__store)
-        stored = await self.__store.get(task_id, context)
-        if stored is None or await sdk.exact(self.__store, task_id, context):
-            return stored
-        return None
+        store = self.__store
+        owner = sdk.owner(store, context)
+        if isinstance(store, VersionedDatabaseTaskStore):
+            await _create_tables(store)
+            if owner is None:
+                # Before the task: what is made anew in between by somebody else has another.
+                owner = await sdk.stored_owner(store, task_id)
+        stored = await store.get(task_id, context)
+        if stored is None or not await sdk.exact(store, task_id, context, owner):
+            return None
+        return Look(stored, owner)
 
 
 async def _create_tables(store: VersionedDatabaseTaskStore) -> None:

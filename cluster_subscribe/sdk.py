@@ -256,14 +256,37 @@ def version_number(version: TaskVersion) -> int:
 
 
 def owner(store: VersionedTaskStore, context: ServerCallContext) -> str | None:
-    """The owner that a store resolves a call context to; `None` where that is not known."""
-    if not isinstance(store, VersionedDatabaseTaskStore):
+    """Whose rows a store finds for a call context; `None` where only the rows can tell.
+
+    Where a subclass finds tasks in a way of its own, they may be another's; and what a
+    resolver gives may be stored as something else (an integer as its digits).
+    """
+    if (
+        not isinstance(store, VersionedDatabaseTaskStore)
+        or type(store).get is not VersionedDatabaseTaskStore.get
+        or 'get' in vars(store)
+    ):
         return None
-    return _known(lambda: store._db.owner_resolver(context))
+    resolve: Callable[[ServerCallContext], object] = store._db.owner_resolver
+    resolved = resolve(context)
+    return resolved if isinstance(resolved, str) else None
 
 
-async def exact(store: VersionedTaskStore, task_id: str, context: ServerCallContext) -> bool:
-    """Whether the task that a store finds has this very id, and this very caller owns it.
+async def stored_owner(store: VersionedTaskStore, task_id: str) -> str | None:
+    """The owner of the task with this very id; `None` where none is stored, or not known."""
+    db = _known(lambda: store._db) if isinstance(store, VersionedDatabaseTaskStore) else None
+    if db is None:
+        return None
+    model = db.task_model
+    async with db.async_session_maker() as session:
+        found = await session.execute(select(model.id, model.owner).where(model.id == task_id))
+        return next((owner for found_id, owner in found if found_id == task_id), None)
+
+
+async def exact(
+    store: VersionedTaskStore, task_id: str, context: ServerCallContext, owner: str | None
+) -> bool:
+    """Whether the task that a store finds has this very id, and this very owner.
 
     MySQL compares loosely (letter case, accents, trailing blanks), and so does the SDK's
     store there.
@@ -271,10 +294,16 @@ async def exact(store: VersionedTaskStore, task_id: str, context: ServerCallCont
     db = _known(lambda: store._db) if isinstance(store, VersionedDatabaseTaskStore) else None
     if db is None or db.engine.dialect.name in ('sqlite', 'postgresql'):
         return True
-    model = db.task_model
-    found = select(model.id, model.owner).where(model.id == task_id)
-    async with db.engine.connect() as connection:
-        return (task_id, db.owner_resolver(context)) in (await connection.execute(found)).all()
+    resolve: Callable[[ServerCallContext], object] = db.owner_resolver
+    model, resolved = db.task_model, resolve(context)
+    found = select(model.id, model.owner, model.owner == resolved).where(model.id == task_id)
+    async with db.async_session_maker() as session:
+        return any(
+            (found_id, found_owner) == (task_id, owner)
+            # One whom the database takes for the caller is not the caller.
+            and not (alike and isinstance(resolved, str) and found_owner != resolved)
+            for found_id, found_owner, alike in await session.execute(found)
+        )
 
 
 def engines(store: VersionedTaskStore, stream: TaskEventStream) -> list[AsyncEngine]:

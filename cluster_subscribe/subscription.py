@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import Context, copy_context
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from a2a.server.cluster import (
     DatabaseTaskEventStream,
@@ -34,6 +34,7 @@ from a2a.utils.errors import A2AError, TaskNotFoundError
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.errors import EventStreamEndedError
+from cluster_subscribe.event_log.subscriber import Current
 from cluster_subscribe.settings import CloseOn, Settings
 from cluster_subscribe.telemetry import Telemetry
 
@@ -52,8 +53,6 @@ class Feed(Protocol):
 
     exact: bool
     """Whether versions are the store's own, and can be compared with it."""
-    proven: bool
-    """Whether a `None` from `next()` means that the log holds nothing newer."""
 
     @property
     def drained(self) -> bool:
@@ -70,6 +69,20 @@ class Feed(Protocol):
             Exception: Whatever ended the event stream.
         """
 
+    async def compare(self, version: TaskVersion, owner: str | None, position: TaskVersion) -> None:
+        """Takes what the stream's own look at the store has found, and where it stands.
+
+        Raises:
+            TaskNotFoundError: It is another task than the one that was followed.
+            Exception: That cannot be told at the moment.
+        """
+
+    async def current(self) -> Current | None:
+        """The stored version and state, where they are cheaper to have than the task."""
+
+    async def lacks(self, stored: StoredTask) -> bool:
+        """Whether the events hold nothing more, though the store knows more than they do."""
+
     def restart(self, stored: StoredTask) -> None:
         """Goes on behind a task that the stream got as a snapshot."""
 
@@ -80,13 +93,21 @@ class Feed(Protocol):
         """Ends the reading, without waiting."""
 
 
+class Look(NamedTuple):
+    """A task as stored, and whose it is."""
+
+    stored: StoredTask
+    owner: str | None
+    """The owner of its rows, read before the task; `None` where that is not known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """Where a stream gets its events, and who judges them."""
 
     open: Callable[[TaskVersion, TaskState], Feed]
     """Begins to read behind a version, at which the task had a state."""
-    read: Callable[[], Awaitable[StoredTask | None]]
+    read: Callable[[], Awaitable[Look | None]]
     """Reads the task as stored, with the subscriber's own call context."""
     variables: Context
     """The context variables of the subscriber's request."""
@@ -114,7 +135,6 @@ async def follow(
     event: Event | None
     versioned: VersionedEvent | None
     stored: StoredTask | None
-    doubt: StoredTask | None = None
     paused = False
 
     telemetry.opened()
@@ -129,19 +149,16 @@ async def follow(
                 # Nothing that was delivered or looked at is held while waiting.
                 event = versioned = stored = None
                 if versioned := await feed.next():
-                    doubt, paused = None, False
+                    paused = False
                     event = course.admit(versioned)
                 elif stored := await _look(source, feed, course, telemetry):
-                    if not course.contradicts(stored, exact=feed.exact):
+                    if course.agrees(stored, exact=feed.exact):
                         if paused:
                             return
-                        doubt = None
-                    elif feed.proven or feed.ended or (doubt and _alike(doubt, stored)):
+                    elif (feed.exact and course.is_ahead_of(stored)) or await feed.lacks(stored):
                         telemetry.reconciled(course.task_id, stored.version)
-                        event, doubt = course.restart(stored), None
+                        event = course.restart(stored)
                         feed.restart(stored)
-                    else:
-                        doubt = stored
                 if event is None:
                     if feed.ended:
                         raise EventStreamEndedError(
@@ -159,14 +176,11 @@ async def follow(
                 paused = (
                     close_on is CloseOn.INTERRUPTED and state == TaskState.TASK_STATE_INPUT_REQUIRED
                 )
-                if (
-                    paused
-                    and feed.drained
-                    and (stored := await _look(source, feed, course, telemetry))
-                ):
-                    if not course.contradicts(stored, exact=feed.exact):
+                if paused and feed.drained:
+                    current = await _is_current(source, feed, course, telemetry)
+                    if current:
                         return
-                    paused = False
+                    paused = current is None
         finally:
             feed.close()
     finally:
@@ -178,25 +192,43 @@ async def _look(
 ) -> StoredTask | None:
     """The task as stored; `None` if the store does not answer."""
     try:
-        stored = await source.read()
+        look = await source.read()
+        if look and not course.is_another(look.stored):
+            await feed.compare(look.stored.version, look.owner, course.position)
+            return look.stored
     except A2AError:
         raise
     except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
         telemetry.look_failed(course.task_id, error)
         feed.look_again()
         return None
-    if stored is None or (feed.exact and course.began_anew(stored)):
-        raise TaskNotFoundError(f'Task {course.task_id} was deleted')
-    return stored
+    raise TaskNotFoundError(f'Task {course.task_id} was deleted')
+
+
+async def _is_current(
+    source: Source, feed: Feed, course: '_Course', telemetry: Telemetry
+) -> bool | None:
+    """Whether the stream has delivered all that is stored; `None` if the store does not answer."""
+    try:
+        current = await feed.current()
+    except A2AError:
+        raise
+    except Exception:  # noqa: BLE001 - the look says so if it fails as well
+        current = None
+    if current is not None:
+        return course.is_at(TaskVersion(current.version), current.state)
+    stored = await _look(source, feed, course, telemetry)
+    return None if stored is None else course.agrees(stored, exact=feed.exact)
 
 
 class _Course:
     """Where one stream stands: what it has delivered, and what it may deliver next."""
 
-    __slots__ = ('_floor', 'position', 'state', 'task_id')
+    __slots__ = ('_context_id', '_floor', 'position', 'state', 'task_id')
 
     def __init__(self, snapshot: StoredTask) -> None:
         self.task_id = snapshot.task.id
+        self._context_id = snapshot.task.context_id
         self._floor = self.position = snapshot.version
         self.state = snapshot.task.status.state
 
@@ -229,15 +261,21 @@ class _Course:
         self.state = stored.task.status.state
         return _copy(stored.task)
 
-    def contradicts(self, stored: StoredTask, *, exact: bool) -> bool:
-        """Whether the store knows something that this stream has not delivered."""
-        return stored.task.status.state != self.state or (
-            exact and _newer(stored.version, self.position)
-        )
+    def agrees(self, stored: StoredTask, *, exact: bool) -> bool:
+        """Whether this stream has delivered all that the store knows, and nothing else."""
+        return self.is_at(stored.version if exact else self.position, stored.task.status.state)
 
-    def began_anew(self, stored: StoredTask) -> bool:
-        """Whether the stored task is a later life under the same id."""
-        return not stored.version.is_missing and _newer(self.position, stored.version)
+    def is_at(self, version: TaskVersion, state: TaskState | None) -> bool:
+        """Whether this stream stands at a version and state; `None` for any state."""
+        return version == self.position and state in (None, self.state)
+
+    def is_ahead_of(self, stored: StoredTask) -> bool:
+        """Whether the store went back behind what was delivered."""
+        return stored.version != self.position and not _newer(stored.version, self.position)
+
+    def is_another(self, stored: StoredTask) -> bool:
+        """Whether the stored task cannot be the one that was followed."""
+        return stored.task.context_id != self._context_id != ''
 
 
 class StreamFeed:
@@ -257,11 +295,12 @@ class StreamFeed:
         background: Background,
     ) -> None:
         self.exact = isinstance(stream, DatabaseTaskEventStream)
-        self.proven = False
         # What was committed before one look has arrived here by the next.
         self._quiet = max(settings.reconcile_interval / 2, 2 * sdk.poll_interval(stream))
         self._limit = settings.max_buffered_events
         self._closed = False
+        self._looks = 0
+        self._contradicted: tuple[int, TaskVersion, TaskState] | None = None
         self._buffer: deque[VersionedEvent] = deque()
         self._room = asyncio.Event()
         self._waiter: asyncio.Future[None] | None = None
@@ -283,6 +322,27 @@ class StreamFeed:
     def restart(self, stored: StoredTask) -> None:
         """Does nothing: what comes before the snapshot is left out when it is taken."""
 
+    async def compare(self, version: TaskVersion, owner: str | None, position: TaskVersion) -> None:
+        """Takes what the stream's own look at the store has found.
+
+        Raises:
+            TaskNotFoundError: Its version is lower, as that of a task that was recreated.
+        """
+        del owner
+        self._looks += 1
+        if self.exact and not version.is_missing and _newer(position, version):
+            raise TaskNotFoundError('The task was deleted')
+
+    async def current(self) -> None:
+        """Not known here."""
+
+    async def lacks(self, stored: StoredTask) -> bool:
+        """Whether two looks in a row found the same, or nothing more can come."""
+        looks, *before = self._contradicted or (0,)
+        found = [stored.version, stored.task.status.state]
+        self._contradicted = self._looks, stored.version, stored.task.status.state
+        return self.ended or (looks + 1 == self._looks and before == found)
+
     def look_again(self) -> None:
         """Does nothing: silence alone makes the stream look."""
 
@@ -303,6 +363,7 @@ class StreamFeed:
                 timer.cancel()
                 self._waiter = None
         if self._buffer:
+            self._contradicted = None
             self._room.set()
             return self._buffer.popleft()
         if self._reader.done():
@@ -341,10 +402,6 @@ def _state(event: Event) -> TaskState | None:
 def _newer(one: TaskVersion, other: TaskVersion) -> bool:
     # The SDK calls everything newer than MISSING, MISSING itself included.
     return one != other and one.is_after(other)
-
-
-def _alike(one: StoredTask, other: StoredTask) -> bool:
-    return one.version == other.version and one.task.status.state == other.task.status.state
 
 
 def _copy(task: Task) -> Task:

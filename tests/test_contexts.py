@@ -11,7 +11,7 @@ import pytest
 from a2a.types import SubscribeToTaskRequest
 from sqlalchemy import event as sqlalchemy_event
 
-from cluster_subscribe.cli.lab import label
+from cluster_subscribe.cli.lab import Decorate, label
 from cluster_subscribe.cli.lab.cluster import Replica, caller, cluster
 from tests.writer import BACKSTOP, wrapping
 
@@ -21,12 +21,12 @@ REQUEST: ContextVar[str] = ContextVar('request', default='none')
 @pytest.mark.skipif(sys.version_info < (3, 12), reason='asyncio has no eager tasks')
 @pytest.mark.cancels_queries
 @pytest.mark.parametrize('decorate', [lambda handler: handler, wrapping(poll_interval=0.05)])
-async def test_eager_tasks(decorate: object, sqlite_url: str) -> None:
+async def test_eager_tasks(decorate: Decorate, sqlite_url: str) -> None:
     """A reader that begins at once finds the stream that it was started for."""
     loop = asyncio.get_running_loop()
     loop.set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined, unused-ignore]
     try:
-        async with cluster(sqlite_url, decorate=decorate, poll_interval=0.05) as lab:  # type: ignore[arg-type]
+        async with cluster(sqlite_url, decorate=decorate, poll_interval=0.05) as lab:
             task = await lab.a.turn('ask')
             (watch,) = await lab.watch(task, [lab.c])
             await lab.b.turn('work done', task)

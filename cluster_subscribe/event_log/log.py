@@ -23,6 +23,7 @@ from sqlalchemy import (
     Select,
     String,
     Table,
+    and_,
     any_,
     bindparam,
     case,
@@ -119,9 +120,12 @@ class EventLog:
         )
         self._states = None
         if tasks is not None:
-            t = table_of('tasks', tasks).c
-            self._states = select(t.id, t.status['state'].as_string(), v.version).where(
-                _among(t.id, engine.dialect.name), v.task_id == t.id
+            known = table_of('tasks', tasks)
+            t = known.c
+            self._states = (
+                select(t.id, t.status['state'].as_string(), v.version)
+                .select_from(known.outerjoin(self._versions, v.task_id == t.id))
+                .where(_among(t.id, engine.dialect.name))
             )
         e = self._events.c
         stored_version = select(v.version).where(v.task_id == bindparam('task_id'))
@@ -129,6 +133,15 @@ class EventLog:
             e.task_id == bindparam('task_id'),
             e.task_version > func.coalesce(stored_version.scalar_subquery(), 0),
         )
+        first = e.task_version == 1
+        own = and_(e.task_version == bindparam('version'), e.seq == bindparam('seq'))
+        self._recreated = select(
+            func.count(case((first, 1))),
+            func.max(case((first, e.seq))),
+            func.max(e.task_version),
+            func.count(case((own, 1))),
+            stored_version.scalar_subquery(),
+        ).where(e.task_id == bindparam('task_id'))
         self._statements: dict[int, CompoundSelect[Any] | Select[Any]] = {}
 
     @property
@@ -214,15 +227,17 @@ class EventLog:
 
     async def states(
         self, connection: AsyncConnection, task_ids: Collection[str]
-    ) -> dict[str, tuple[TaskState, int]]:
-        """The stored state and version of each task; empty where no task table is known."""
+    ) -> dict[str, tuple[TaskState | None, int]] | None:
+        """The stored state and version of each task that has a row, versioned or not.
+
+        `None` where no task table is known. A state is `None` in rows of the protocol's
+        older versions, which name states otherwise.
+        """
         if self._states is None:
-            return {}
+            return None
         return {
-            task_id: (_STATES[state], version)
+            task_id: (_STATES.get(state), version or 0)
             for task_id, state, version in await self._of(self._states, connection, task_ids)
-            # Rows of the protocol's older versions name states otherwise.
-            if state in _STATES
         }
 
     async def _of(
@@ -266,6 +281,22 @@ class EventLog:
         could slip in.
         """
         return (await connection.execute(self._earlier_life, {'task_id': task_id})).scalar() or 0
+
+    async def recreated(self, connection: AsyncConnection, task_id: str, after: Cursor) -> bool:
+        """Whether the log proves that a task was recreated since a cursor.
+
+        The first row of a later incarnation, or a row that the store would have lost with
+        the versions it lost. Behind a snapshot, whose row is not known, any such row.
+        """
+        version, seq = after
+        firsts, last_first, highest, own, stored = (
+            await connection.execute(
+                self._recreated, {'task_id': task_id, 'version': version, 'seq': seq}
+            )
+        ).one()
+        if seq == _BEHIND_ALL_ROWS:
+            return firsts > 1 or (highest or 0) > (stored or version)
+        return (last_first or 0) > seq or bool(own and stored and stored < version)
 
     def _pages(self, count: int) -> CompoundSelect[Any] | Select[Any]:
         if count not in self._statements:

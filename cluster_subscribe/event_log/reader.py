@@ -10,6 +10,7 @@ import logging
 import random
 
 from collections.abc import Collection, Iterable, Iterator
+from contextvars import Context
 from typing import Final
 
 from a2a.server.events import Event
@@ -18,11 +19,11 @@ from google.protobuf.message import DecodeError
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from cluster_subscribe.background import Background, Signal
+from cluster_subscribe.background import Background, SharedReads, Signal
 from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log.connection import prepared_elsewhere
-from cluster_subscribe.event_log.log import PATIENCE, EventLog, Page, Row, Stored
-from cluster_subscribe.event_log.subscriber import Subscriber
+from cluster_subscribe.event_log.log import PATIENCE, Cursor, EventLog, Page, Row, Stored
+from cluster_subscribe.event_log.subscriber import NEVER, Current, Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
 from cluster_subscribe.settings import Settings
 from cluster_subscribe.telemetry import Once, TailStatistics, TailTelemetry
@@ -42,9 +43,17 @@ _FINAL_MYSQL_CODES: Final = frozenset({1044, 1054, 1142, 1143, 1146})
 class Reader:
     """Tails one event log for all streams of this process."""
 
-    def __init__(
-        self, log: EventLog, wakeup: Wakeup | None, background: Background, settings: Settings
+    def __init__(  # noqa: PLR0913 - the last two make it the reader of a single stream
+        self,
+        log: EventLog,
+        wakeup: Wakeup | None,
+        background: Background,
+        settings: Settings,
+        *,
+        parent: 'Reader | None' = None,
+        context: Context | None = None,
     ) -> None:
+        self._settings = settings
         self._log = log
         self._wakeup = wakeup
         self._background = background
@@ -61,13 +70,18 @@ class Reader:
         self._task: asyncio.Task[None] | None = None
         self._wakeup_task: asyncio.Task[None] | None = None
         self._open = 0
-        self._telemetry = TailTelemetry()
+        self.telemetry: TailTelemetry = parent.telemetry if parent else TailTelemetry()
+        self._parent = parent
+        self._context = context
+        self._isolated: dict[str, set[Reader]] = {}
         self._once = Once()
+        self._current = SharedReads(background, self._read_current, 'read versions', context)
 
     def statistics(self) -> TailStatistics:
         """The counters as they are now."""
-        return self._telemetry.statistics(
-            open_subscriptions=self._open, watched_tasks=len(self._watched)
+        return self.telemetry.statistics(
+            open_subscriptions=self._open + sum(map(len, self._isolated.values())),
+            watched_tasks=len(self._watched.keys() | self._isolated.keys()),
         )
 
     def join(self, subscriber: Subscriber) -> None:
@@ -94,6 +108,14 @@ class Reader:
             del self._watched[subscriber.task_id]
             self._woken.pop(subscriber.task_id, None)
             self._stir.set()
+            if self._parent is not None:
+                self._parent.ended(subscriber.task_id, self)
+
+    def ended(self, task_id: str, reader: 'Reader') -> None:
+        """Forgets the reader of a single stream."""
+        self._isolated[task_id].discard(reader)
+        if not self._isolated[task_id]:
+            del self._isolated[task_id]
 
     def more(self, task_id: str) -> None:
         """Has a task's log read in the next round."""
@@ -102,7 +124,10 @@ class Reader:
 
     def wake(self, task_ids: Iterable[str] | None, source: str) -> None:
         """Takes a hint that tasks have moved; `None` for any task."""
-        self._telemetry.woken(source)
+        self.telemetry.woken(source)
+        for task_id in list(self._isolated) if task_ids is None else task_ids:
+            for reader in self._isolated.get(task_id, ()):
+                reader.more(task_id)
         if task_ids is None and len(self._watched) > _FEW:
             self._check_due = True
             self._stir.set()
@@ -119,17 +144,78 @@ class Reader:
             self._wakeup.notify(task_id)
             self._start_wakeup()
 
+    def isolate(self, subscriber: Subscriber, reason: str) -> None:
+        """Has a stream read by a reader of its own, with its own context variables.
+
+        It has no wakeup of its own, and is woken as the streams here are.
+        """
+        if self._parent is not None:
+            return
+        if self._once('isolated'):
+            logger.warning(
+                'Streams are read one by one, as the shared reader cannot read for them: %s',
+                reason,
+            )
+        self.leave(subscriber)
+        own = Reader(
+            self._log,
+            None,
+            self._background,
+            self._settings,
+            parent=self,
+            context=subscriber.variables,
+        )
+        subscriber.reader = own
+        self._isolated.setdefault(subscriber.task_id, set()).add(own)
+        own.join(subscriber)
+
     async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
         """The stored owner and version of each task that is there, in one read."""
         await self._log.prepare()
         async with self._log.connect() as connection:
             return await self._log.stored(connection, task_ids)
 
+    async def current(self, task_id: str) -> Current | None:
+        """What is stored of a task, read once for all streams that ask at a time."""
+        return await self._current.get(task_id)
+
+    async def _read_current(self, task_ids: Collection[str]) -> dict[str, Current]:
+        await self._log.prepare()
+        async with self._log.connect() as connection:
+            stored = await self._log.stored(connection, task_ids)
+            states = await self._log.states(connection, task_ids)
+        found: dict[str, Current] = {}
+        for task_id, (owner, version) in stored.items():
+            if states is None:
+                found[task_id] = Current(owner, version, None)
+            elif task_id in states:
+                # Read later, so never older.
+                state, later = states[task_id]
+                found[task_id] = Current(owner, max(version, later), state)
+        return found
+
+    async def recreated(self, task_id: str, after: Cursor) -> bool:
+        """Whether the log proves that the task was recreated since a place in it."""
+
+        async def read() -> bool:
+            async with self._log.connect() as connection:
+                return await self._log.recreated(connection, task_id, after)
+
+        context = self._context or Context()
+        return await self._background.run(read(), 'compare incarnations', context)
+
     def fail(self, message: str) -> None:
         """Ends every open stream with an error."""
         for subscriber in list(self._subscribers()):
             subscriber.fail(EventStreamEndedError(message))
             self.leave(subscriber)
+
+    def close(self) -> None:
+        """Ends every open stream with an error, also of those that are read one by one."""
+        for readers in list(self._isolated.values()):
+            for reader in list(readers):
+                reader.fail('The server is stopping')
+        self.fail('The server is stopping')
 
     def _subscribers(self) -> Iterator[Subscriber]:
         for streams in self._watched.values():
@@ -138,7 +224,7 @@ class Reader:
     def _start(self) -> None:
         if self._task is None or self._task.done():
             self._task = self._background.spawn(
-                self._run(), f'reader of {self._log.table}', stop=self._stop
+                self._run(), f'reader of {self._log.table}', self._stop, self._context
             )
         self._start_wakeup()
 
@@ -169,7 +255,7 @@ class Reader:
         while not self._background.closed:
             began = None
             try:
-                await wakeup.run(wake, lambda: bool(self._watched))
+                await wakeup.run(wake, lambda: bool(self._watched or self._isolated))
             except Exception as error:  # noqa: BLE001 - a wakeup is a hint, the timer serves
                 # What has worked for a while and fails is news; a connection in vain is none.
                 if began is not None and loop.time() - began > _LONGEST_PAUSE:
@@ -217,7 +303,7 @@ class Reader:
             self.fail('The server is stopping')
 
     async def _wait_after(self, error: Exception, failures: int) -> None:
-        self._telemetry.reconnecting()
+        self.telemetry.reconnecting()
         if failures == 1:
             logger.warning(
                 'Reading the event log %s failed (%s); its streams wait until it can be read',
@@ -229,7 +315,7 @@ class Reader:
     async def _round(self, woken: dict[str, None], *, check: bool, patience: float) -> None:
         if not (check or woken):
             return
-        self._telemetry.round()
+        self.telemetry.round()
         await self._log.prepare()
         async with self._log.connect(patience) as connection:
             ahead = await self._check(connection, woken) if check else {}
@@ -259,28 +345,43 @@ class Reader:
             if subscriber.unsure:
                 subscriber.unsure = False
                 subscriber.doubt()
+                if subscriber.suspended:
+                    subscriber.suspect(stored.get(subscriber.task_id))
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)
-            if task is None or task.owner != subscriber.owner or task.version < cursor.version:
-                if cursor.version:
-                    subscriber.doubt(gone=True)
-            elif task.version > cursor.version:
-                woken[subscriber.task_id] = None
-                ahead[subscriber] = task.version
+            if task and task.owner == subscriber.owner and task.version >= cursor.version:
+                if task.version > cursor.version:
+                    woken[subscriber.task_id] = None
+                    ahead[subscriber] = task.version
+            elif cursor.version and subscriber.dismissed != task:
+                subscriber.suspect(task)
         return ahead
 
     async def _check_states(self, connection: AsyncConnection) -> None:
-        """Finds tasks whose state was changed under the same version (F19).
+        """Finds tasks that were changed under the same version (F19), or lost their row.
 
-        Two checks in a row have to agree: one alone may fall between a commit and its
-        delivery.
+        Two checks in a row have to agree on a state: one alone may fall between a commit
+        and its delivery.
         """
-        self._states_due = asyncio.get_running_loop().time() + self._reconcile_interval / 2
+        now, first = asyncio.get_running_loop().time(), not self._states_due
         states = await self._log.states(connection, list(self._watched))
+        interval = self._reconcile_interval / 2
+        if states is None:
+            interval = max(interval, self._reconcile_interval - 2 * self._poll_interval)
+        self._states_due = now + interval
         suspects, self._suspects = self._suspects, {}
         for subscriber in self._subscribers():
-            state, version = states.get(subscriber.task_id, (None, None))
+            subscriber.dismissed = NEVER
+            if states is None:
+                # Only the store knows how to find its tasks.
+                if not first:
+                    subscriber.doubt()
+                continue
+            if subscriber.task_id not in states:
+                subscriber.doubt()
+                continue
+            state, version = states[subscriber.task_id]
             # Under another version the log has more to say, and says it by itself.
             if state in (None, subscriber.state) or version != subscriber.cursor.version:
                 continue
@@ -297,10 +398,13 @@ class Reader:
         """
         drained: set[Subscriber] = set()
         planned: dict[Page, list[Subscriber]] = {}
+        confirming: set[Subscriber] = set()
         for task_id in woken:
             for subscriber in self._watched.get(task_id, ()):
                 if subscriber.waiting:
                     planned.setdefault(subscriber.page, []).append(subscriber)
+                    if subscriber.confirming:
+                        confirming.add(subscriber)
         decoded: dict[int, Event | None] = {}
 
         def decode(row: Row) -> Event | None:
@@ -312,7 +416,7 @@ class Reader:
         for page, rows in zip(
             pages, await self._log.pages(connection, pages, self.page_size), strict=True
         ):
-            self._telemetry.read(len(rows))
+            self.telemetry.read(len(rows))
             if any(row.of_earlier_life for row in rows):
                 await self._set_floor(connection, page, planned[page])
                 continue
@@ -321,6 +425,8 @@ class Reader:
                     subscriber.feed(rows, decode, more=len(rows) == self.page_size)
                     if not subscriber.behind:
                         drained.add(subscriber)
+        for subscriber in confirming & drained:
+            subscriber.confirm()
         return drained
 
     def _event(self, row: Row) -> Event | None:
@@ -348,6 +454,7 @@ class Reader:
                 self.more(subscriber.task_id)
             else:
                 subscriber.doubt()
+                self.more(subscriber.task_id)
 
 
 def is_final(error: Exception) -> bool:

@@ -1,12 +1,13 @@
 """`SharedTailEventStream`: the SDK's event log, read once per replica."""
 
 import asyncio
+import logging
 
 from collections.abc import AsyncGenerator, Collection
 
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
 from a2a.types import TaskState
-from a2a.utils.errors import TaskNotFoundError
+from a2a.utils.errors import A2AError, TaskNotFoundError
 from sqlalchemy import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -20,6 +21,8 @@ from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
 from cluster_subscribe.settings import Settings, Wakeup
 from cluster_subscribe.telemetry import TailStatistics
+
+logger = logging.getLogger(__name__)
 
 
 class SharedTailEventStream(TaskEventStream):
@@ -139,10 +142,32 @@ class SharedTailEventStream(TaskEventStream):
             owner = stored[task_id].owner if task_id in stored else None
         subscriber = self.open(task_id, after, owner, strict=False)
         try:
-            while versioned := await subscriber.next():
-                yield versioned
+            while True:
+                if versioned := await subscriber.next():
+                    yield versioned
+                else:
+                    await self._look(subscriber)
         finally:
             subscriber.close()
+
+    async def _look(self, subscriber: Subscriber) -> None:
+        """What a stream with a store does (rule 5), where only the tables can be looked at."""
+        try:
+            found = await self.stored([subscriber.task_id])
+            stored = found.get(subscriber.task_id)
+            if stored is not None and stored.owner == subscriber.owner:
+                behind = stored.version < subscriber.position
+                await subscriber.compare(TaskVersion(stored.version), stored.owner)
+                if behind:
+                    subscriber.go_on_behind(stored.version)
+                return
+        except A2AError:
+            raise
+        except Exception:
+            logger.debug('Task %s could not be compared', subscriber.task_id, exc_info=True)
+            subscriber.look_again()
+            return
+        raise TaskNotFoundError(f'Task {subscriber.task_id} was deleted')
 
     async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
         """The stored owner and version of each task that is there, in one read."""
@@ -157,5 +182,5 @@ class SharedTailEventStream(TaskEventStream):
 
     async def aclose(self) -> None:
         """Ends every open stream with an error, and every task and connection of its own."""
-        self._reader.fail('The server is stopping')
+        self._reader.close()
         await self._background.aclose()

@@ -3,8 +3,9 @@
 import asyncio
 
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from copy import deepcopy
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from a2a.server.cluster import StoredTask, TaskVersion, VersionedEvent
 from a2a.server.events import Event
@@ -12,10 +13,23 @@ from a2a.types import Task, TaskState, TaskStatusUpdateEvent
 from a2a.utils.errors import TaskNotFoundError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.event_log.log import Cursor, Page, Row
+from cluster_subscribe.event_log.log import Cursor, Page, Row, Stored
 
 Decode = Callable[[Row], Event | None]
 """Gives the event of a row, `None` if it cannot be decoded."""
+_MAX_BYTES: Final = 1 << 20
+"""Bytes of events that a subscriber may hold, unless a single one is larger."""
+NEVER: Final = Stored(None, -1)
+"""Equal to nothing that a store holds."""
+
+
+class Current(NamedTuple):
+    """What is stored of a task, without the task."""
+
+    owner: str | None
+    version: int
+    state: TaskState | None
+    """`None` where it is not known."""
 
 
 class Feeder(Protocol):
@@ -30,32 +44,49 @@ class Feeder(Protocol):
     def leave(self, subscriber: 'Subscriber') -> None:
         """Forgets a stream, at once."""
 
+    def isolate(self, subscriber: 'Subscriber', reason: str) -> None:
+        """Has a stream read by a reader of its own, with its own context variables."""
+
+    async def current(self, task_id: str) -> Current | None:
+        """The task's stored version and state, from a read that starts now or later."""
+
+    async def recreated(self, task_id: str, after: Cursor) -> bool:
+        """Whether the log proves that the task was recreated since a place in it."""
+
 
 class Subscriber:
     """Fed by the reader, emptied by one stream; lives as long as the stream.
 
-    The reader alone moves the cursor, except that `restart()` sets it anew.
+    The reader alone moves the cursor, except that `restart()` sets it anew. What the reader
+    sees of the store makes the stream look at it, and concludes nothing.
     """
 
     __slots__ = (
         '_buffer',
+        '_bytes',
+        '_confirmed',
         '_doubted',
         '_error',
         '_limit',
-        '_reader',
+        '_position',
         '_strict',
+        '_suspicion',
         '_waiter',
         'behind',
+        'confirming',
         'cursor',
+        'dismissed',
         'floor',
         'owner',
+        'reader',
         'state',
+        'suspended',
         'task_id',
         'unsure',
+        'variables',
     )
 
     exact = True
-    proven = True
 
     def __init__(
         self, task_id: str, owner: str | None, cursor: Cursor, reader: Feeder, *, strict: bool
@@ -70,13 +101,24 @@ class Subscriber:
         """Whether the log may hold more than the buffer had room for."""
         self.unsure = False
         """Whether the stream wanted to look at the store and could not."""
+        self.suspended = False
+        """Whether nothing may be fed until the stream has looked at the store."""
+        self.confirming = False
+        """Whether the stream waits for a read that begins now or later."""
+        self.dismissed: Stored | None = NEVER
+        """What the reader saw of the store and the stream's own look did not confirm."""
+        self.reader = reader
+        self.variables = copy_context()
+        """The context variables of whoever subscribes."""
         self._limit = reader.page_size
         self._strict = strict
-        self._reader = reader
         # A list, since an empty deque takes ten times its room and most streams are idle.
-        self._buffer: list[tuple[Event, int]] = []
+        self._buffer: list[tuple[Event, Cursor, int]] = []
+        self._bytes = 0
+        self._position = cursor
         self._waiter: asyncio.Future[None] | None = None
-        self._doubted = False
+        self._doubted = self._confirmed = False
+        self._suspicion: Stored | None = NEVER
         self._error: Exception | None = None
 
     @property
@@ -85,9 +127,14 @@ class Subscriber:
         return Page(self.task_id, self.cursor, self.floor)
 
     @property
+    def position(self) -> int:
+        """The version of what was taken last."""
+        return self._position.version
+
+    @property
     def waiting(self) -> bool:
         """Whether the reader should read for this stream; a slow one asks by itself."""
-        return not (self._error or (self.behind and self._buffer))
+        return not (self._error or self.suspended or (self.behind and self._buffer))
 
     @property
     def drained(self) -> bool:
@@ -108,7 +155,7 @@ class Subscriber:
             more: Whether the log may hold more than these.
         """
         for row in rows:
-            if len(self._buffer) >= self._limit:
+            if len(self._buffer) >= self._limit or self._bytes >= _MAX_BYTES:
                 self.behind = True
                 break
             if row.owner != self.owner or row.cursor.seq <= self.floor:
@@ -119,7 +166,8 @@ class Subscriber:
                 self.doubt()
                 break
             if event is not None:
-                self._buffer.append((event, row.cursor.version))
+                self._buffer.append((event, row.cursor, len(row.data)))
+                self._bytes += len(row.data)
                 if isinstance(event, Task | TaskStatusUpdateEvent):
                     self.state = event.status.state
             self.cursor = row.cursor
@@ -129,18 +177,76 @@ class Subscriber:
         elif more:
             # Nothing in a whole page was for this stream: the store has to say.
             self.doubt()
+            self.reader.more(self.task_id)
 
-    def doubt(self, *, gone: bool = False) -> None:
-        """Makes the stream look at the store once it has taken what is buffered.
-
-        Where the task is gone there is nothing to look at: by the time a slow stream looks,
-        there may be another under its id.
-        """
-        if gone:
-            self.fail(TaskNotFoundError(f'Task {self.task_id} was deleted'))
-        elif self._strict:
+    def doubt(self) -> None:
+        """Makes the stream look at the store once it has taken what is buffered."""
+        if self._strict:
             self._doubted = True
             self._wake()
+
+    def suspect(self, seen: Stored | None) -> None:
+        """Makes the stream look at the store before anything more is fed.
+
+        Args:
+            seen: What the reader saw: no task, another's, or a version that is behind the
+                stream. It may not see what the stream's own caller does, and there may be
+                another task under the id by the time a slow stream looks.
+        """
+        self._suspicion = seen
+        self.suspended = self._doubted = True
+        self._wake()
+
+    async def compare(
+        self, version: TaskVersion, owner: str | None, position: TaskVersion | None = None
+    ) -> None:
+        """Takes what the stream's own look at the store has found.
+
+        Args:
+            version: The stored version.
+            owner: The owner of the task's rows, where it is known.
+            position: Where the stream stands, which is known here.
+
+        Raises:
+            TaskNotFoundError: The task was deleted and another is stored under its id.
+            Exception: The log cannot be read.
+        """
+        del position
+        number = sdk.version_number(version)
+        absent = self._suspicion is None and number > 0
+        if absent and await self.reader.current(self.task_id) is None:
+            self.reader.isolate(self, f'it does not see task {self.task_id}, which its owner does')
+        elif (absent or 0 < number < self._position.version) and await self.reader.recreated(
+            self.task_id, self._position
+        ):
+            raise TaskNotFoundError(f'Task {self.task_id} was deleted')
+        self.owner = owner if owner is not None else self.owner
+        self._resume()
+
+    def _resume(self) -> None:
+        if self.suspended:
+            self.dismissed, self._suspicion, self.suspended = self._suspicion, NEVER, False
+            self.reader.more(self.task_id)
+
+    async def lacks(self, stored: StoredTask) -> bool:
+        """Whether the log holds nothing for this stream, read once more from now on."""
+        del stored
+        self.confirming, self._confirmed = True, False
+        self.reader.more(self.task_id)
+        while not (self._buffer or self._error or self.suspended or self._confirmed):
+            await self._wait()
+        self.confirming = False
+        return not (self._buffer or self._error or self.suspended)
+
+    def confirm(self) -> None:
+        """Notes that a read which began after `lacks()` has brought all that there was."""
+        self._confirmed = True
+        self._wake()
+
+    async def current(self) -> Current | None:
+        """The stored version and state; `None` where only a look at the store can tell."""
+        current = await self.reader.current(self.task_id)
+        return current if current and current.owner == self.owner else None
 
     def look_again(self) -> None:
         """Makes the stream look once more when the database has been reached."""
@@ -153,31 +259,32 @@ class Subscriber:
 
     def restart(self, stored: StoredTask) -> None:
         """Goes on behind a task that the stream got as a snapshot."""
-        self._buffer.clear()
-        self.cursor = Cursor.behind(sdk.version_number(stored.version))
+        self.go_on_behind(sdk.version_number(stored.version))
         self.state = stored.task.status.state
+
+    def go_on_behind(self, version: int) -> None:
+        """Goes on behind a version, whatever was fed before."""
+        self._buffer.clear()
+        self._bytes = 0
+        self.cursor = self._position = Cursor.behind(version)
         self.behind = self._doubted = False
-        self._reader.more(self.task_id)
+        self.reader.more(self.task_id)
 
     async def next(self) -> VersionedEvent | None:
-        """Takes the next event, or `None` if the store should be looked at.
-
-        Waiting is a bare future, so that a cancellation is never swallowed (F8).
-        """
+        """Takes the next event, or `None` if the store should be looked at."""
         while not (self._buffer or self._error or self._doubted):
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._wait()
         if self._buffer:
-            event, version = self._buffer.pop(0)
+            event, self._position, size = self._buffer.pop(0)
+            self._bytes -= size
             if self.behind and not self._buffer:
                 # What was doubted long ago may be in the log by now, and is judged anew.
-                self.behind = self._doubted = False
-                self._reader.more(self.task_id)
+                self.behind, self._doubted = False, self.suspended
+                self.reader.more(self.task_id)
             # The event is shared by all streams of this replica.
-            return VersionedEvent(event=deepcopy(event), version=TaskVersion(version))
+            return VersionedEvent(
+                event=deepcopy(event), version=TaskVersion(self._position.version)
+            )
         if self._error:
             raise self._error
         self._doubted = False
@@ -185,7 +292,15 @@ class Subscriber:
 
     def close(self) -> None:
         """Leaves the reader, at once."""
-        self._reader.leave(self)
+        self.reader.leave(self)
+
+    async def _wait(self) -> None:
+        # A bare future, so that a cancellation is never swallowed (F8).
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -124,9 +124,9 @@ _TAKE: Final = """\
             woken, self._woken = self._woken, {}
 """
 _PAUSED: Final = """\
-                    if not course.contradicts(stored, exact=feed.exact):
+                    if current:
                         return
-                    paused = False
+                    paused = current is None
 """
 
 _BEHIND: Final = """\
@@ -234,7 +234,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a deletion goes unnoticed',
-        (reader, 'Reader._check', 'if cursor.version:', 'if False:'),
+        (reader, 'Reader._check', 'elif cursor.version and', 'elif False and'),
     ),
     _mutant(
         'the rows of an earlier life are delivered',
@@ -287,7 +287,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a stream that has ended is still read for',
-        (subscriber, 'Subscriber.close', 'self._reader.leave(self)', 'pass'),
+        (subscriber, 'Subscriber.close', 'self.reader.leave(self)', 'pass'),
     ),
 )
 
