@@ -24,6 +24,7 @@ class Line:
     place: str
     right: tuple[str, ...]
     timeline: tuple[str, ...]
+    healed: bool
 
     @property
     def is_right(self) -> bool:
@@ -51,6 +52,8 @@ async def play(
     scenes: Sequence[Scene],
     decorate: Callable[[RequestHandler], RequestHandler],
     patience: float,
+    *,
+    alone: bool,
 ) -> Played:
     """Plays scenes on a cluster of their own.
 
@@ -60,20 +63,18 @@ async def play(
         scenes: What clients do, one after the other.
         decorate: Wraps a handler, or leaves it bare.
         patience: Seconds of silence after which a stream counts as hung.
+        alone: Whether the handlers are bare.
     """
     played = Played()
     with _listening(played):
         async with cluster(url, parts=parts, decorate=decorate) as lab:
             for scene in scenes:
                 for seen in await scene(lab):
-                    if isinstance(seen.by, Watch):
+                    # Alone, what only the wrapper heals is no reference.
+                    if isinstance(seen.by, Watch) and not (alone and seen.healed):
                         await settle([seen.by], seen.right, patience)
-                    line = Line(
-                        scene.__name__,
-                        seen.by.place,
-                        seen.right,
-                        seen.by.timeline,
-                    )
+                    place, timeline = seen.by.place, seen.by.timeline
+                    line = Line(scene.__name__, place, seen.right, timeline, healed=seen.healed)
                     played.lines.append(line)
             await _note_rows(lab, played)
     return played
@@ -119,6 +120,8 @@ def side_by_side(bare: Played, wrapped: Played) -> str:
     rows = []
     for one, other in zip_longest(bare.lines, wrapped.lines):
         line = one or other
+        if one and other and one.is_right and other.is_right:
+            continue
         rows.append(f'{line.scene}, {line.place}')
         columns = zip_longest(
             ('RIGHT', *line.right),

@@ -214,7 +214,7 @@ class Replica:
         self._stream_engine = (parts.stream_engine or (lambda _: self.engine))(cluster.url)
         self.store = parts.store(self.engine)
         _note_commits(self.store, self.gates)
-        self.stream = cluster.stream_type(
+        self.stream = (parts.stream or cluster.stream_type)(
             self._stream_engine, poll_interval_s=cluster.poll_interval
         )
         scripted = partial(ScriptedAgent, silent_cancel=cluster.silent_cancel)
@@ -386,7 +386,8 @@ async def cluster(url: str, *, reach: Reach = in_process, **how: Any) -> AsyncIt
     """A cluster whose tables exist and whose doors are open, closed at the end."""
     made = Cluster(url, **how)
     try:
-        await made.a.store.initialize()
+        with made.parts.acting('user'):
+            await made.a.store.initialize()
         async with reach(made) as doors:
             for replica, door in zip(made.replicas, doors, strict=True):
                 replica.door = door

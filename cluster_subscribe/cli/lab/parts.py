@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from a2a.server.agent_execution import AgentExecutor
-from a2a.server.cluster import VersionedDatabaseTaskStore
+from a2a.server.cluster import TaskEventStream, VersionedDatabaseTaskStore
 from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.server.tasks import PushNotificationSender
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -27,6 +27,8 @@ class Parts:
     stream_engine: Callable[[str], AsyncEngine] | None = None
     """Makes another one for the event stream, if it has one of its own."""
     store: Callable[[AsyncEngine], VersionedDatabaseTaskStore] = VersionedDatabaseTaskStore
+    stream: Callable[..., TaskEventStream] | None = None
+    """Takes what the SDK's event stream takes."""
     agent: Callable[[Gates], AgentExecutor] | None = None
     push: Callable[[Gates], PushNotificationSender] | None = None
     handler: Callable[..., Any] = DefaultRequestHandler
