@@ -20,6 +20,7 @@ class BookingAgent(AgentExecutor):
         """Runs one turn."""
         task = context.current_task
         if task is None:
+            assert context.message is not None, 'a turn begins with a message'
             task = new_task_from_user_message(context.message)
             await event_queue.enqueue_event(task)
         updater = TaskUpdater(event_queue, task.id, task.context_id)
@@ -35,7 +36,9 @@ class BookingAgent(AgentExecutor):
 
     async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
         """Gives up the booking."""
-        await TaskUpdater(event_queue, context.task_id, context.context_id).cancel()
+        task = context.current_task
+        assert task is not None, 'the SDK cancels tasks, not messages'
+        await TaskUpdater(event_queue, task.id, task.context_id).cancel()
 
 
 def card(url: str, *bindings: str) -> AgentCard:

@@ -36,7 +36,7 @@ async def replica(address: str) -> AsyncIterator[int]:
         )
     )
     server = grpc.aio.server()
-    add_A2AServiceServicer_to_server(GrpcHandler(handler), server)
+    add_A2AServiceServicer_to_server(GrpcHandler(handler), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port(address)
     await store.initialize()
     await server.start()
