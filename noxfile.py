@@ -83,7 +83,7 @@ def run(
     env: Mapping[str, str] | None = None,
 ) -> None:
     """Runs a job that fails by its status, by its time, and by a process that it leaves behind."""
-    session.log(' '.join(map(str, command)))
+    session.log(' '.join(str(word) for word in command if '\n' not in str(word)))
     environment = {**os.environ, **{k: v for k, v in session.env.items() if v}, **(env or {})}
     job = subprocess.Popen(
         command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, start_new_session=True
