@@ -454,7 +454,7 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
             text('ANALYZE TABLE task_events' if name == 'mysql' else 'ANALYZE')
         )
         for pages in (1, 2):
-            values: dict[str, object] = {'limit': 256}
+            values: dict[str, object] = {'limit': 256, 'inline': 2**14}
             for number in range(pages):
                 values |= {f'task_{number}': 'long', f'version_{number}': 2990}
                 values |= {f'seq_{number}': 2990, f'floor_{number}': 0}
@@ -783,3 +783,48 @@ def test_the_cluster_under_test_uses_the_stock_event_stream() -> None:
         Cluster('sqlite+aiosqlite:///never-opened.db').a.stock._event_stream.__class__
         is DatabaseTaskEventStream
     )
+
+
+async def test_pages_are_bounded_in_bytes_and_miss_nothing(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 rows of large events were 256 MB for each slow client."""
+    monkeypatch.setattr(event_log, 'PAGE_BYTES', 300_000)
+    await writer.begin()
+    sizes = [100, 50_000, 100_000, 20_000, 100_000, 60_000, 400, 400_000, 30_000, 10]
+    for number, size in enumerate(sizes, 2):
+        await writer.execute(
+            'INSERT INTO task_events (task_id, owner, task_version, event_data) '
+            "VALUES ('task', 'user', :version, :data)",
+            version=number,
+            data=b'x' * (size if writer.engine.dialect.name != 'mysql' else min(size, 60_000)),
+        )
+    log = EventLog(writer.engine, 'task_events', 'task_versions')
+    cursor, versions, pages = Cursor.behind(1), list[int](), list[int]()
+    async with log.connect() as connection:
+        more = True
+        while more:
+            ((rows, more),) = await log.pages(connection, [Page('task', cursor, 0)], 256)
+            pages.append(sum(len(row.data or b'') for row in rows))
+            versions += [row.cursor.version for row in rows]
+            cursor = rows[-1].cursor
+    assert versions == list(range(2, len(sizes) + 2))
+    assert len(pages) > 1
+    # A page of one event is as large as that event.
+    assert all(read <= 320_000 or read >= 400_000 for read in pages), pages
+    assert max(pages) <= 400_500
+
+
+async def test_a_slow_stream_of_large_events_holds_few_of_them(
+    writer: Writer, tail: SharedTailEventStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, 'PAGE_BYTES', 110_000)
+    version = await writer.begin()
+    names = [f'{number}-' + 'x' * 25_000 for number in range(12)]
+    for name in names:
+        await writer.say(name)
+    subscriber = tail.open('task', version, 'user')
+    await eventually(lambda: subscriber.behind)
+    assert len(subscriber._buffer) <= 3
+    assert [f'art {name}' for name in names] == await take(subscriber, len(names))
+    subscriber.close()

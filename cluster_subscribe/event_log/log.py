@@ -50,6 +50,12 @@ PAGES_PER_STATEMENT: Final = 32
 """Pages asked for in one statement: far below what any database refuses."""
 TASKS_PER_STATEMENT: Final = 10_000
 """Tasks whose versions are asked for in one statement: some 400 KB of ids."""
+PAGE_BYTES: Final = 2**20
+"""Bytes of large events in one page; one event may be larger."""
+_INLINE_BYTES: Final = 2**14
+"""Bytes up to which an event is read with its row; larger ones are read by themselves."""
+_INLINE_PAGE_BYTES: Final = 2**22
+"""Bytes of events that a page reads with its rows, at most."""
 _STATES: Final = {name: cast('TaskState', value) for name, value in TaskState.items()}
 _BEHIND_ALL_ROWS: Final = 2**63 - 1
 
@@ -97,6 +103,14 @@ class Row(NamedTuple):
         return self.stored is None or self.cursor.version > self.stored
 
 
+class Rows(NamedTuple):
+    """What was read behind a cursor, in log order."""
+
+    rows: list[Row]
+    more: bool
+    """Whether the log may hold more: the page is limited in rows and in bytes."""
+
+
 class EventLog:
     """Reads one pair of event and version tables. The engine stays its giver's."""
 
@@ -142,6 +156,9 @@ class EventLog:
             func.count(case((own, 1))),
             stored_version.scalar_subquery(),
         ).where(e.task_id == bindparam('task_id'))
+        self._large = select(e.seq, e.event_data).where(
+            e.seq.in_(bindparam('large', expanding=True))
+        )
         self._statements: dict[int, CompoundSelect[Any] | Select[Any]] = {}
 
     @property
@@ -251,27 +268,52 @@ class EventLog:
 
     async def pages(
         self, connection: AsyncConnection, wanted: Sequence[Page], limit: int
-    ) -> list[list[Row]]:
-        """At most `limit` rows behind each cursor, in log order.
+    ) -> list[Rows]:
+        """At most `limit` rows and some MiB behind each cursor, but at least one row.
 
         One seek in the index for each page, whatever lies before its cursor.
         """
-        answer: list[list[Row]] = []
+        answer: list[Rows] = []
+        inline = min(_INLINE_BYTES, _INLINE_PAGE_BYTES // limit)
         for pages in _chunks(wanted, PAGES_PER_STATEMENT):
-            values: dict[str, object] = {'limit': limit}
+            values: dict[str, object] = {'limit': limit, 'inline': inline}
             for number, page in enumerate(pages):
                 values[f'task_{number}'] = page.task_id
                 values[f'version_{number}'], values[f'seq_{number}'] = page.after
                 values[f'floor_{number}'] = page.floor
             found: list[list[Row]] = [[] for _ in pages]
-            for number, task_id, version, seq, owner, data, stored in await connection.execute(
-                self._pages(len(pages)), values
-            ):
+            counts, more = [0] * len(pages), [False] * len(pages)
+            left = [PAGE_BYTES // len(pages)] * len(pages)
+            large: list[int] = []
+            for (
+                number,
+                task_id,
+                version,
+                seq,
+                owner,
+                data,
+                size,
+                stored,
+            ) in await connection.execute(self._pages(len(pages)), values):
+                counts[number] += 1
+                if data is None:
+                    left[number] -= size
+                if left[number] < 0 and found[number]:
+                    more[number] = True
                 # MySQL compares loosely: letter case and trailing blanks. SQLite's columns hold
                 # values of any type; a row without a place in the order is no row.
-                if task_id == pages[number].task_id and isinstance(version, int):
+                elif task_id == pages[number].task_id and isinstance(version, int):
                     found[number].append(Row(Cursor(version, seq), owner, data, stored))
-            answer += found
+                    if data is None:
+                        large.append(seq)
+            if large:
+                read = await connection.execute(self._large, {'large': large})
+                events: dict[int, bytes] = dict(read.all())
+                found = [_with_data(rows, events) for rows in found]
+            answer += [
+                Rows(rows, more=cut or count == limit)
+                for rows, cut, count in zip(found, more, counts, strict=True)
+            ]
         return answer
 
     async def earlier_life(self, connection: AsyncConnection, task_id: str) -> int:
@@ -318,6 +360,8 @@ class EventLog:
         lives = select(
             case((func.min(first.seq) < func.max(first.seq), func.max(first.seq)), else_=0)
         ).where(first.task_id == task_id, first.task_version == 1)
+        octets = func.length if self.engine.dialect.name == 'sqlite' else func.octet_length
+        size = octets(c.event_data)
         return (
             select(
                 literal(number, literal_execute=True).label('page'),
@@ -325,7 +369,10 @@ class EventLog:
                 c.task_version,
                 c.seq,
                 c.owner,
-                c.event_data,
+                case((size <= bindparam('inline', type_=Integer), c.event_data)).label(
+                    'event_data'
+                ),
+                size.label('size'),
                 stored.label('stored'),
             )
             .where(
@@ -347,6 +394,17 @@ class EventLog:
 def findable(task_id: str) -> bool:
     """Whether a database can look for an id: none takes half a surrogate, PostgreSQL no NUL."""
     return '\0' not in task_id and task_id.encode(errors='ignore').decode() == task_id
+
+
+def _with_data(rows: list[Row], events: dict[int, bytes]) -> list[Row]:
+    """The rows with the events that were read by themselves; one that is gone ends them."""
+    complete: list[Row] = []
+    for row in rows:
+        data: bytes | None = events.get(row.cursor.seq, row.data)
+        if data is None:
+            break
+        complete.append(row._replace(data=data))
+    return complete
 
 
 def _among(task_id: ColumnElement[str], dialect: str) -> ColumnElement[bool]:

@@ -413,7 +413,7 @@ class Reader:
             return decoded[row.cursor.seq]
 
         pages = list(planned)
-        for page, rows in zip(
+        for page, (rows, more) in zip(
             pages, await self._log.pages(connection, pages, self.page_size), strict=True
         ):
             self.telemetry.read(len(rows))
@@ -422,7 +422,7 @@ class Reader:
                 continue
             for subscriber in planned[page]:
                 if subscriber.page == page:
-                    subscriber.feed(rows, decode, more=len(rows) == self.page_size)
+                    subscriber.feed(rows, decode, more=more)
                     if not subscriber.behind:
                         drained.add(subscriber)
         for subscriber in confirming & drained:
