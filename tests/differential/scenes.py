@@ -11,11 +11,15 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from a2a.types import (
+    DeleteTaskPushNotificationConfigRequest,
+    GetTaskPushNotificationConfigRequest,
     GetTaskRequest,
+    ListTaskPushNotificationConfigsRequest,
     ListTasksRequest,
     SendMessageConfiguration,
     SendMessageRequest,
     Task,
+    TaskPushNotificationConfig,
     TaskState,
     TaskStatus,
     TaskStatusUpdateEvent,
@@ -222,6 +226,24 @@ async def webhooks(lab: Cluster) -> list[Seen]:
         *saw('Task(SUBMITTED), WORKING, art a, INPUT_REQUIRED', notified[0]),
         *saw('art b, COMPLETED', notified[1]),
     ]
+
+
+async def push_configs(lab: Cluster) -> list[Seen]:
+    """The methods for the configurations of webhooks."""
+    task = await lab.a.turn('work ask')
+    handler, user = lab.a.handler, caller()
+    config = TaskPushNotificationConfig(task_id=task.id, id='one', url='https://example.org')
+    made = await handler.on_create_task_push_notification_config(config, user)
+    got = await handler.on_get_task_push_notification_config(
+        GetTaskPushNotificationConfigRequest(task_id=task.id, id='one'), user
+    )
+    await handler.on_delete_task_push_notification_config(
+        DeleteTaskPushNotificationConfigRequest(task_id=task.id, id='one'), user
+    )
+    left = await handler.on_list_task_push_notification_configs(
+        ListTaskPushNotificationConfigsRequest(task_id=task.id), user
+    )
+    return saw('one, one, 0', Told('configs', (made.id, got.id, str(len(left.configs)))))
 
 
 async def two_tenants(lab: Cluster) -> list[Seen]:

@@ -1,5 +1,6 @@
 """Every way of building an app plays its scenes bare and wrapped."""
 
+import asyncio
 import re
 
 from collections.abc import Callable
@@ -8,10 +9,16 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from a2a.server.request_handlers import RequestHandler
+from sqlalchemy.pool import NullPool
 
-from cluster_subscribe import Settings, UnsupportedHandlerError
+from cluster_subscribe import Settings, UnsupportedHandlerError, wrap
+from cluster_subscribe.cli.lab import FAULTS, Cluster, Fault, Parts, Watch
+from cluster_subscribe.cli.lab.cluster import settle
+from tests.differential.engines import engine
+from tests.differential.handlers import Untouched
 from tests.differential.play import play, side_by_side
-from tests.differential.ways import WAYS, Way
+from tests.differential.scenes import outside_writer
+from tests.differential.ways import WAYS, Way, pass_through
 
 SETTINGS = Settings(poll_interval=0.05, reconcile_interval=0.5)
 
@@ -63,3 +70,52 @@ async def test_what_is_right_bare_is_right_wrapped(
     expected = [said for said in ours.warnings if way.warns and re.search(way.warns, said)]
     assert ours.warnings == expected, report
     assert bool(expected) == bool(way.warns), report
+
+
+ELABORATE = Parts(engine=engine(poolclass=NullPool).engine, handler=Untouched, more=pass_through)
+
+
+@pytest.mark.parametrize(
+    # F7 takes long by its nature; F19 is of a2a-sdk 1.2 and no matter of how an app is built.
+    'fault',
+    [fault for fault in FAULTS if fault.number not in ('F7', 'F19')],
+    ids=lambda fault: fault.number,
+)
+async def test_what_is_healed_is_healed_in_an_elaborate_app(fault: Fault, sqlite_url: str) -> None:
+    outcome = await fault.play(
+        sqlite_url,
+        patience=20,
+        parts=ELABORATE,
+        decorate=lambda handler: wrap(handler, settings=SETTINGS),
+    )
+    assert outcome.right, outcome.timelines
+
+
+@pytest.mark.parametrize('wrapped', [False, True])
+def test_one_handler_serves_one_loop_after_another(wrapped: bool, sqlite_url: str) -> None:
+    """As a program does that calls `asyncio.run()` again; a stream is open when a loop ends."""
+    lab = Cluster(
+        sqlite_url,
+        parts=ELABORATE,
+        decorate=lambda handler: wrap(handler, settings=SETTINGS) if wrapped else handler,
+    )
+    timelines = []
+
+    async def serve() -> None:
+        await lab.a.store.initialize()
+        (seen,) = await outside_writer(lab)
+        assert isinstance(seen.by, Watch)
+        await settle([seen.by], seen.right, 20)
+        timelines.append(seen.by.timeline)
+        await lab.c.watch(await lab.a.turn('work ret'))
+
+    async def close() -> None:
+        await lab.aclose()
+
+    for _ in range(2):
+        asyncio.run(serve())
+        for replica in lab.replicas:
+            replica._watches.clear()
+            replica._turns.clear()
+    asyncio.run(close())
+    assert timelines == [('Task(WORKING)', 'COMPLETED', 'closed')] * 2
