@@ -30,7 +30,38 @@ class Background:
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[Any], Callable[[], object]] = {}
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that the tasks run on."""
         self.closed = False
+
+    def enter(self) -> bool:
+        """Goes over to the running event loop, where the one before has ended.
+
+        Returns:
+            Whether it went over: what ran before is gone, whatever it held.
+
+        Raises:
+            EventStreamEndedError: The one before still runs.
+        """
+        loop, before = asyncio.get_running_loop(), self.loop
+        if loop is before:
+            return False
+        if before is not None and before.is_running():
+            raise EventStreamEndedError(
+                'The handler serves another event loop that is still running: '
+                'build one handler per loop'
+            )
+        self.loop = loop
+        self._tasks.clear()
+        return before is not None
+
+    def can_run(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether a task may be started here to do what another did, which does not run."""
+        try:
+            self.enter()
+        except EventStreamEndedError:
+            return False
+        return not self.closed and task not in self._tasks
 
     def spawn(
         self,
@@ -49,11 +80,16 @@ class Background:
                 not given: it may outlive the request that happens to start it.
 
         Raises:
-            EventStreamEndedError: After `aclose()`.
+            EventStreamEndedError: After `aclose()`, or on another loop than the one that it
+                serves.
         """
-        if self.closed:
+        try:
+            self.enter()
+            if self.closed:
+                raise EventStreamEndedError('The server is stopping')  # noqa: TRY301 - see below
+        except EventStreamEndedError:
             work.close()
-            raise EventStreamEndedError('The server is stopping')
+            raise
         # Python 3.10 has no create_task(context=...).
         task = (context or Context()).run(
             asyncio.create_task, work, name=f'cluster-subscribe: {name}'
@@ -90,13 +126,18 @@ class Background:
         return task.result()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
+        self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             # Whoever waits for the task gets the error; nobody may be left to.
             logger.debug('%s failed', task.get_name(), exc_info=error)
 
     async def aclose(self) -> None:
-        """Asks every task to end and waits until all are gone. Safe to call again."""
+        """Asks every task to end and waits until all are gone. Safe to call again.
+
+        Raises:
+            EventStreamEndedError: On another loop than the one that it serves.
+        """
+        self.enter()
         self.closed = True
         for stop in list(self._tasks.values()):
             stop()

@@ -160,10 +160,9 @@ class Eviction:
 
     def _start_sweeping(self) -> None:
         if (
-            self._sweeping is None
-            and self._settings.evict is Evict.SUPERSEDED
+            self._settings.evict is Evict.SUPERSEDED
             and self._settings.mode is not Mode.OBSERVE
-            and not self._background.closed
+            and self._background.can_run(self._sweeping)
         ):
             stop = Signal()
             self._sweeping = self._background.spawn(self._sweep(stop), 'sweep', stop=stop.set)

@@ -102,7 +102,7 @@ MECHANISMS: Final = (
     _mechanism(
         'a round that failed is tried again',
         _READER,
-        'if is_final(error):\n                        raise',
+        'if final:\n                        raise',
         'if True:\n                        raise',
         'test_outages.py::test_a_cut_wire',
         'test_outages.py::test_a_wire_that_is_cut_in_mid_answer_again_and_again',
@@ -269,7 +269,7 @@ MECHANISMS: Final = (
     _mechanism(
         'a row that is no event is named once',
         _READER,
-        'if self._once(row.cursor.seq):',
+        'if self.once(row.cursor.seq):',
         'if True:',
         'test_fuzz.py::test_a_row_that_is_no_event_is_named_once_however_often_it_is_read',
     ),

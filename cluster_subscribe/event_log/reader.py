@@ -20,6 +20,7 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from cluster_subscribe.background import Background, SharedReads, Signal
+from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log.connection import prepared_elsewhere
 from cluster_subscribe.event_log.log import PATIENCE, Cursor, EventLog, Page, Row, Stored
@@ -36,8 +37,12 @@ _LONGEST_PAUSE: Final = 5.0
 """Seconds between two attempts to read, at most."""
 _MOST_PATIENCE: Final = 6
 """The longest that an attempt may take, in terms of the first."""
+_MOST_UNEXPECTED: Final = 8
+"""Rounds in a row that may fail for a reason that is not known, until the streams end."""
+_FINAL_SQLSTATES: Final = frozenset({'3F000', '42P01', '42501', '42703'})
+"""PostgreSQL: missing schemas, tables and columns, missing permissions."""
 _FINAL_MYSQL_CODES: Final = frozenset({1044, 1054, 1142, 1143, 1146})
-"""Missing tables and columns, missing permissions."""
+"""MySQL: missing tables and columns, missing permissions."""
 
 
 class Reader:
@@ -74,7 +79,7 @@ class Reader:
         self._parent = parent
         self._context = context
         self._isolated: dict[str, set[Reader]] = {}
-        self._once = Once()
+        self.once: Once = parent.once if parent else Once()
         self._current = SharedReads(background, self._read_current, 'read versions', context)
 
     def statistics(self) -> TailStatistics:
@@ -88,6 +93,8 @@ class Reader:
         """Begins to feed a stream."""
         self._watched.setdefault(subscriber.task_id, set()).add(subscriber)
         self._open += 1
+        # Where others are read one by one, this one may have to be, and should not wait.
+        self._check_due = self._check_due or bool(self._isolated)
         # What was committed between its snapshot and now.
         self.more(subscriber.task_id)
         try:
@@ -151,7 +158,7 @@ class Reader:
         """
         if self._parent is not None:
             return
-        if self._once('isolated'):
+        if self.once('isolated'):
             logger.warning(
                 'Streams are read one by one, as the shared reader cannot read for them: %s',
                 reason,
@@ -268,7 +275,7 @@ class Reader:
             await self._closing.within(_pause(failures))
 
     async def _run(self) -> None:
-        failures = 0
+        failures = unexpected = 0
         due = 0.0
         loop = asyncio.get_running_loop()
         try:
@@ -285,22 +292,36 @@ class Reader:
                     patience = PATIENCE * min(failures + 1, _MOST_PATIENCE)
                     await self._round(woken, check=check, patience=patience)
                 except Exception as error:
-                    if is_final(error):
+                    unexpected = unexpected + 1 if is_unexpected(error) else 0
+                    final = is_final(error) or unexpected >= _MOST_UNEXPECTED
+                    if (final or unexpected) and self._isolate_all(error):
+                        continue
+                    if final:
                         raise
                     self._woken = woken | self._woken
                     await self._wait_after(error, failures := failures + 1)
                     due = 0.0
                     continue
+                unexpected = 0
                 if failures:
                     logger.info('The event log %s can be read again', self._log.table)
                     failures = 0
                 if check:
                     due = loop.time() + self._poll_interval
         except Exception as error:
-            logger.exception('The event log %s cannot be read', self._log.table)
+            if self._parent is None or self.once('unreadable'):
+                logger.exception('The event log %s cannot be read', self._log.table)
             self.fail(f'The event log cannot be read ({type(error).__name__})')
         finally:
             self.fail('The server is stopping')
+
+    def _isolate_all(self, error: Exception) -> bool:
+        """Has all streams read one by one, if a hook may be why the round failed."""
+        if self._parent is not None or not has_hooks(self._log.engine):
+            return False
+        for subscriber in list(self._subscribers()):
+            self.isolate(subscriber, f'a hook of the engine may have failed, {_brief(error)}')
+        return True
 
     async def _wait_after(self, error: Exception, failures: int) -> None:
         self.telemetry.reconnecting()
@@ -438,7 +459,7 @@ class Reader:
         # SQLite's columns hold values of any type.
         except (DecodeError, TypeError):
             pass
-        if self._once(row.cursor.seq):
+        if self.once(row.cursor.seq):
             logger.warning('The event log has a row that is no event (seq %d)', row.cursor.seq)
         return None
 
@@ -458,19 +479,24 @@ class Reader:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether trying again cannot help: a missing table or permission, or a bug of ours.
+    """Whether trying again cannot help: a missing table or column, a missing permission.
 
     Everything else is retried, what a driver raises while connecting included.
     """
-    if prepared_elsewhere(error):
+    if not isinstance(error, DBAPIError) or error.connection_invalidated:
         return False
-    if isinstance(error, DBAPIError):
-        code = error.orig.args[0] if error.orig and error.orig.args else None
-        return not error.connection_invalidated and (
-            isinstance(error, ProgrammingError)
-            or code in _FINAL_MYSQL_CODES
-            or str(error.orig).startswith(('no such table', 'no such column'))
-        )
+    code = error.orig.args[0] if error.orig and error.orig.args else None
+    return (
+        getattr(error.orig, 'sqlstate', None) in _FINAL_SQLSTATES
+        or code in _FINAL_MYSQL_CODES
+        or str(error.orig).startswith(('no such table', 'no such column'))
+    )
+
+
+def is_unexpected(error: Exception) -> bool:
+    """Whether an error that is not final may be a mistake of somebody's, and not the network's."""
+    if isinstance(error, ProgrammingError):
+        return not (error.connection_invalidated or prepared_elsewhere(error))
     return isinstance(
         error, ArithmeticError | AssertionError | AttributeError | LookupError | TypeError
     )

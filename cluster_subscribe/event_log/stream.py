@@ -4,6 +4,7 @@ import asyncio
 import logging
 
 from collections.abc import AsyncGenerator, Collection
+from contextlib import suppress
 
 from a2a.server.cluster import TaskEventStream, TaskVersion, VersionedEvent
 from a2a.types import TaskState
@@ -14,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.engines import shared_connection
-from cluster_subscribe.errors import UnsupportedHandlerError
+from cluster_subscribe.errors import EventStreamEndedError, UnsupportedHandlerError
 from cluster_subscribe.event_log.log import Cursor, EventLog, Stored, findable
 from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
@@ -68,12 +69,24 @@ class SharedTailEventStream(TaskEventStream):
         log = EventLog(
             engine, table_name, version_table_name, tasks=task_table_name, create_table=create_table
         )
-        self._reader = Reader(
-            log,
-            wakeup_for(engine, log.table) if settings.wakeup is Wakeup.AUTO else None,
-            self._background,
-            settings,
-        )
+
+        def new_reader() -> Reader:
+            wakeup = wakeup_for(engine, log.table) if settings.wakeup is Wakeup.AUTO else None
+            return Reader(log, wakeup, self._background, settings)
+
+        self._new_reader = new_reader
+        self._reader = new_reader()
+
+    def _reader_here(self) -> Reader:
+        """The reader of the running event loop.
+
+        Raises:
+            EventStreamEndedError: Another loop is served, which still runs.
+        """
+        if self._background.enter():
+            before, self._reader = self._reader, self._new_reader()
+            self._reader.telemetry = before.telemetry
+        return self._reader
 
     async def publish(self, task_id: str, event: VersionedEvent) -> None:
         """Wakes the readers; the event itself is in the log already.
@@ -85,8 +98,18 @@ class SharedTailEventStream(TaskEventStream):
 
     def wake(self, task_id: str, source: str) -> None:
         """Hints that a task has moved, to the streams here and on the other replicas."""
-        # In the loop's next turn: the agent waits for this one.
-        asyncio.get_running_loop().call_soon(self._reader.moved, task_id, source)
+        running, served = asyncio.get_running_loop(), self._background.loop
+        if served is None or served is running or not served.is_running():
+            # In the loop's next turn: the agent waits for this one.
+            running.call_soon(self._moved, task_id, source)
+            return
+        with suppress(RuntimeError):  # closed meanwhile
+            served.call_soon_threadsafe(self._moved, task_id, source)
+
+    def _moved(self, task_id: str, source: str) -> None:
+        # A loop that began meanwhile may have taken over.
+        with suppress(EventStreamEndedError):
+            self._reader_here().moved(task_id, source)
 
     def open(
         self,
@@ -108,7 +131,8 @@ class SharedTailEventStream(TaskEventStream):
                 Without one it passes over holes, as the SDK's own stream does.
 
         Raises:
-            EventStreamEndedError: After `aclose()`.
+            EventStreamEndedError: After `aclose()`, or on another event loop than the one
+                that is served and still runs.
             TaskNotFoundError: No database can look for the id.
             TypeError: The version is not an integer.
         """
@@ -116,9 +140,10 @@ class SharedTailEventStream(TaskEventStream):
         if not findable(task_id):
             raise TaskNotFoundError
         cursor = Cursor.behind(sdk.version_number(after))
-        subscriber = Subscriber(task_id, owner, cursor, self._reader, strict=strict)
+        reader = self._reader_here()
+        subscriber = Subscriber(task_id, owner, cursor, reader, strict=strict)
         subscriber.state = state
-        self._reader.join(subscriber)
+        reader.join(subscriber)
         return subscriber
 
     async def subscribe(
@@ -171,7 +196,8 @@ class SharedTailEventStream(TaskEventStream):
 
     async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
         """The stored owner and version of each task that is there, in one read."""
-        return await self._background.run(self._reader.stored(task_ids), 'read versions')
+        reader = self._reader_here()
+        return await self._background.run(reader.stored(task_ids), 'read versions')
 
     async def destroy(self, task_id: str) -> None:
         """Does nothing: the log is kept, and streams end on their own."""
@@ -182,5 +208,5 @@ class SharedTailEventStream(TaskEventStream):
 
     async def aclose(self) -> None:
         """Ends every open stream with an error, and every task and connection of its own."""
-        self._reader.close()
+        self._reader_here().close()
         await self._background.aclose()
