@@ -45,6 +45,7 @@ from cluster_subscribe.event_log.log import Cursor, EventLog, Page
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
+from cluster_subscribe.event_log.wakeup.detached import detached
 from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 FAST = {'poll_interval': 0.1, 'reconcile_interval': 0.4}
@@ -828,3 +829,47 @@ async def test_a_slow_stream_of_large_events_holds_few_of_them(
     assert len(subscriber._buffer) <= 3
     assert [f'art {name}' for name in names] == await take(subscriber, len(names))
     subscriber.close()
+
+
+def heard_itself(replica: Any) -> bool:
+    return bool(tail_of(replica).statistics().wakeups.get('listen'))
+
+
+async def test_a_hint_that_no_notification_can_carry_leaves_the_channel_alone(
+    on_postgresql: str,
+) -> None:
+    async with cluster(on_postgresql, decorate=wrapping(poll_interval=1000)) as lab:
+        task = await lab.b.turn('ask')
+        (watch,) = await lab.watch(task, [lab.c])
+        for replica in (lab.b, lab.c):
+            tail_of(replica).wake('x', 'publish')
+            await eventually(partial(heard_itself, replica))
+        for odd in ('a\0b', '\ud800', 'a\nb', 'x' * 9000):
+            tail_of(lab.b).wake(odd, 'cancel')
+        await lab.b.turn('work done', task)
+        assert await watch.until(lambda w: w.ending, BACKSTOP)
+        assert watch.timeline[-2:] == ('COMPLETED', 'closed')
+        assert tail_of(lab.b).statistics().wakeups['listen'] == 1
+
+
+async def test_hints_do_not_pile_up_while_none_can_be_sent(
+    on_postgresql: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgresql_wakeup, '_PENDING', 10)
+    engine = create_async_engine(on_postgresql)
+    wakeup = postgresql_wakeup.PostgresqlWakeup(engine, 'task_events')
+    for number in range(100):
+        wakeup.notify(f'task-{number}')
+    assert len(wakeup._pending) == 10
+
+
+@pytest.mark.parametrize('database_url', ['sqlite', 'postgresql'], indirect=True)
+async def test_waiting_for_wakeups_takes_no_connection_of_the_pool(database_url: str) -> None:
+    """Not even for a moment: the agent may need the last one."""
+    engine = create_async_engine(database_url, pool_size=1, max_overflow=0, pool_timeout=0.1)
+    connected = []
+    sqlalchemy_event.listen(engine.sync_engine, 'connect', lambda *_: connected.append(1))
+    async with engine.connect(), detached(engine) as (beside, _):
+        assert (await beside.execute(text('SELECT 1'))).scalar() == 1
+    assert len(connected) == 2
+    await engine.dispose()

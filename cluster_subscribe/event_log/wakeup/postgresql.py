@@ -10,12 +10,15 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import Signal, in_time
+from cluster_subscribe.event_log.log import findable
 from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 logger = logging.getLogger(__name__)
 
 _PAYLOAD: Final = 7_900
 """Bytes in one notification; PostgreSQL takes fewer than 8,000."""
+_PENDING: Final = 1_000
+"""Hints kept while they cannot be sent; the timer finds what the others are for."""
 _LINGER: Final = 30.0
 """Seconds for which an unused connection is kept, and a silent one is trusted."""
 _TRIAL: Final = 5.0
@@ -40,8 +43,16 @@ class PostgresqlWakeup:
         """Whether the last trial did not come back."""
 
     def notify(self, task_id: str) -> None:
-        """Hints to the other replicas that a task moved."""
-        if not (self._deaf or self._stop.is_set()):
+        """Hints to the other replicas that a task moved.
+
+        Leaves to the timer what no notification can carry, and what is too much.
+        """
+        if (
+            not (self._deaf or self._stop.is_set())
+            and len(self._pending) < _PENDING
+            and findable(task_id)
+            and '\n' not in task_id
+        ):
             self._pending[task_id] = None
             self._stir.set()
 
