@@ -119,10 +119,22 @@ class Background:
         """
         context = copy_context() if context is None else context
         task = self.start(work, name, context)
+        return await self.answer(task)
+
+    async def answer(self, task: asyncio.Task[T]) -> T:
+        """Awaits a task, which a cancelled caller leaves to finish.
+
+        Raises:
+            TimeoutError: It took too long, as on a half-open connection.
+            EventStreamEndedError: `aclose()` ended it.
+        """
         await asyncio.wait({task}, timeout=_PATIENCE)
         if not task.done():
             task.cancel()
             raise TimeoutError(f'no answer within {_PATIENCE:g} seconds')
+        if task.cancelled():
+            # Nobody cancelled the caller.
+            raise EventStreamEndedError('The server is stopping')
         return task.result()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:

@@ -13,7 +13,6 @@ from a2a.server.cluster import (
     StoredTask,
     TaskEventStream,
     TaskVersion,
-    VersionedDatabaseTaskStore,
     VersionedTaskStore,
 )
 from a2a.server.context import ServerCallContext
@@ -32,11 +31,11 @@ from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.event_log import SharedTailEventStream
-from cluster_subscribe.event_log.log import findable
 from cluster_subscribe.eviction import Eviction
 from cluster_subscribe.executor_seam import ExecutorSeam
 from cluster_subscribe.local_subscription import LocalSubscription
 from cluster_subscribe.local_task import Verdict
+from cluster_subscribe.protocol_errors import protocol_error
 from cluster_subscribe.settings import Mode, Settings
 from cluster_subscribe.subscription import (
     TERMINAL_STATES,
@@ -46,6 +45,7 @@ from cluster_subscribe.subscription import (
     StreamFeed,
     follow,
 )
+from cluster_subscribe.task_reader import TaskReader
 from cluster_subscribe.telemetry import Statistics, Telemetry
 
 if TYPE_CHECKING:
@@ -116,12 +116,13 @@ class ClusterSubscribeHandler(_Base):
         self.__owns_stream = owns_stream
         self.__background = Background()
         self.__telemetry = Telemetry()
+        self.__reader = TaskReader(task_store, self.__background)
         self.__eviction = Eviction(
             handler,
             settings=settings,
             store=task_store,
             stream=event_stream,
-            read=self.__try_to_read,
+            read=self.__reader.try_to_read,
             background=self.__background,
             telemetry=self.__telemetry,
             turns=turns,
@@ -166,11 +167,11 @@ class ClusterSubscribeHandler(_Base):
         if self.__settings.mode is not Mode.OBSERVE:
             await self.__eviction.drop_stale_copy(params.id, context)
         with self.__eviction.request(params.id):
-            try:
-                return await self.__wrapped.on_cancel_task(params, context)
-            finally:
-                if isinstance(self.__stream, SharedTailEventStream):
-                    self.__stream.wake(params.id, 'cancel')
+            canceled = await self.__wrapped.on_cancel_task(params, context)
+        # Only now: the caller may not have such a task, and a hint goes to every replica.
+        if isinstance(self.__stream, SharedTailEventStream):
+            self.__stream.wake(params.id, 'cancel')
+        return canceled
 
     async def on_message_send(
         self, params: SendMessageRequest, context: ServerCallContext
@@ -202,21 +203,13 @@ class ClusterSubscribeHandler(_Base):
         message = params.message
         if not message.task_id or message.context_id or self.__settings.mode is Mode.OBSERVE:
             return params
-        stored = await self.__try_to_read(message.task_id, context)
+        stored = await self.__reader.try_to_read(message.task_id, context)
         if stored is None:
             # Unknown, foreign or unreadable: the SDK's own answer.
             return params
         filled = deepcopy(params)
         filled.message.context_id = stored.task.context_id
         return filled
-
-    async def __try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
-        try:
-            look = await self.__background.run(self.__look(task_id, context), f'read {task_id}')
-        except Exception:
-            logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
-            return None
-        return look.stored if look else None
 
     async def on_subscribe_to_task(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
@@ -227,13 +220,20 @@ class ClusterSubscribeHandler(_Base):
             TaskNotFoundError: The task is unknown, or another owner's, or was deleted.
             UnsupportedOperationError: The task is in a terminal state, or the agent
                 does not stream.
-            EventStreamEndedError: The event stream ended before the task did.
+            InternalError: The task cannot be read, or the event stream ended before the
+                task did.
         """
-        async with aclosing(await self.__answer(params, context)) as events:
-            async for event in events:
-                yield event
-                # A stream may idle for days, and its snapshot is most of what it holds.
-                del event
+        try:
+            async with aclosing(await self.__answer(params, context)) as events:
+                async for event in events:
+                    yield event
+                    # A stream may idle for days, and its snapshot is most of what it holds.
+                    del event
+        except Exception as error:
+            if self.__settings.mode is Mode.OBSERVE or (told := protocol_error(error)) is error:
+                raise
+            self.__telemetry.stream_failed(params.id, error)
+            raise told from None
 
     @validate_request_params
     async def __answer(
@@ -244,9 +244,7 @@ class ClusterSubscribeHandler(_Base):
         variables = copy_context()
 
         async def read() -> Look | None:
-            return await self.__background.run(
-                self.__look(task_id, context), f'read {task_id}', variables
-            )
+            return await self.__reader.read(task_id, context, variables)
 
         if sdk.streaming(self.__wrapped) is False:
             return self.__wrapped.on_subscribe_to_task(params, context)
@@ -257,11 +255,16 @@ class ClusterSubscribeHandler(_Base):
                     verdict = self.__eviction.check(look.stored)
                     if verdict is not Verdict.ABSENT:
                         self.__telemetry.redirected(task_id, verdict, observed=True)
-            except Exception:
-                logger.warning('Task %s could not be observed', task_id, exc_info=True)
+            except Exception as error:
+                logger.warning(
+                    'Task %s could not be observed (%s)',
+                    task_id,
+                    type(error).__name__,
+                    exc_info=logger.isEnabledFor(logging.DEBUG),
+                )
             return self.__wrapped.on_subscribe_to_task(params, context)
 
-        look = await read()
+        look = await self.__reader.read_first(task_id, context, variables)
         if look is None:
             raise TaskNotFoundError
         stored, owner = look
@@ -345,34 +348,6 @@ class ClusterSubscribeHandler(_Base):
             How many were closed.
         """
         return await self.__eviction.sweep()
-
-    async def __look(self, task_id: str, context: ServerCallContext) -> Look | None:
-        if not findable(task_id):
-            return None
-        store = self.__store
-        owner = sdk.owner(store, context)
-        if isinstance(store, VersionedDatabaseTaskStore):
-            await _create_tables(store)
-            if owner is None:
-                # Before the task: what is made anew in between by somebody else has another.
-                owner = await sdk.stored_owner(store, task_id)
-        stored = await store.get(task_id, context)
-        if stored is None or not await sdk.exact(store, task_id, context, owner):
-            return None
-        return Look(stored, owner)
-
-
-async def _create_tables(store: VersionedDatabaseTaskStore) -> None:
-    """Makes a first read possible: the store's `get()` creates one table of three."""
-    for attempts_left in reversed(range(5)):
-        try:
-            await store.initialize()
-        except Exception:
-            # Another replica that creates them at the same time is quicker at one or other.
-            if not attempts_left:
-                raise
-        else:
-            return
 
 
 _OWN = f'_{ClusterSubscribeHandler.__name__}__'

@@ -18,6 +18,7 @@ from a2a.server.cluster import TaskVersion
 from a2a.server.events import Event
 from a2a.types import TaskStatusUpdateEvent
 
+from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.local_task import Verdict
 
 try:
@@ -222,6 +223,19 @@ class Telemetry:
             exc_info=logger.isEnabledFor(logging.DEBUG),
             extra={'task_id': task_id},
         )
+
+    def stream_failed(self, task_id: str, error: Exception) -> None:
+        """Notes that a client was told an error of the server's."""
+        if isinstance(error, EventStreamEndedError):
+            return
+        if self._once(type(error).__name__, int(time.monotonic() / 60)):
+            logger.warning(
+                'A stream of task %s failed (%s); its client was told so',
+                task_id,
+                type(error).__name__,
+                exc_info=logger.isEnabledFor(logging.DEBUG),
+                extra={'task_id': task_id},
+            )
 
     def statistics(self, event_log: TailStatistics | None) -> Statistics:
         """The counters as they are now."""

@@ -223,9 +223,9 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'no query is cancelled with its client',
-        'background.py',
-        'task = self.start(work, name, context)\n',
-        'return await work\n        task = self.start(work, name, context)\n',
+        'task_reader.py',
+        '        await slots.acquire()\n',
+        '        return await self._read(task_id, context)\n        await slots.acquire()\n',
         'test_leaks.py::test_a_client_that_leaves_in_mid_query_costs_no_connection',
     ),
     # Owners.

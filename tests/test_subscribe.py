@@ -278,7 +278,7 @@ async def test_closing_the_handler_ends_its_streams_with_an_error(sqlite_url: st
             await asyncio.sleep(0)
             await lab.a.handler.aclose()  # type: ignore[attr-defined]
             assert await watch.until(lambda w: w.ending, 5)
-            assert watch.timeline == ('Task(INPUT_REQUIRED)', 'EventStreamEndedError')
+            assert watch.timeline == ('Task(INPUT_REQUIRED)', 'InternalError')
 
 
 # Event streams that are not the database's.
@@ -344,7 +344,7 @@ async def test_events_up_to_the_snapshot_are_left_out(lab: Cluster) -> None:
 
 async def test_a_stream_that_ends_before_its_task_is_an_error(lab: Cluster) -> None:
     task = await lab.a.turn('work ret')
-    assert await timeline_over(lab, task, Told()) == ('Task(WORKING)', 'EventStreamEndedError')
+    assert await timeline_over(lab, task, Told()) == ('Task(WORKING)', 'InternalError')
     assert issubclass(EventStreamEndedError, Exception)
 
 

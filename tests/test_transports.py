@@ -15,8 +15,11 @@ from typing import Any, Final
 import grpc
 import pytest
 
+from a2a.server.cluster import StoredTask, VersionedDatabaseTaskStore
+from a2a.server.context import ServerCallContext
 from a2a.types import SubscribeToTaskRequest, Task, a2a_pb2_grpc
 from a2a.utils.constants import VERSION_HEADER
+from sqlalchemy.exc import ProgrammingError
 from sse_starlette import EventSourceResponse
 
 from cluster_subscribe import Settings, wrap
@@ -298,3 +301,68 @@ async def test_three_replicas_of_the_sdk_alone_are_not(sqlite_url: str) -> None:
             a_question_does_not_end_it,
         )
     }
+
+
+# --- Errors of ours, to a client
+
+
+class Denied(VersionedDatabaseTaskStore):
+    """May not read."""
+
+    async def get(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        raise ProgrammingError('SELECT owner FROM tasks', {}, Exception('permission denied'))
+
+
+@pytest.mark.parametrize(
+    ('name', 'status'),
+    [('jsonrpc', 200), ('rest', 500), ('grpc', grpc.StatusCode.INTERNAL), ('jsonrpc-0.3', 200)],
+)
+async def test_a_database_that_fails_is_an_internal_error_in_plain_words(
+    name: str, status: object, sqlite_url: str, wrapped: Decorate
+) -> None:
+    transport = TRANSPORTS[name]
+    async with cluster(sqlite_url, decorate=wrapped) as lab:
+        task = await lab.a.turn('ask')
+        lab.c.store.__class__ = Denied
+        async with serve([lab.c.handler], transport) as [address]:
+            told, _, words = await refusal(address, transport, task.id)
+    assert told == status
+    assert 'The task could not be read' in words
+    assert 'SELECT' not in words
+    if name.startswith('jsonrpc'):
+        assert '-32603' in words
+
+
+@pytest.mark.parametrize('name', ['jsonrpc', 'rest', 'grpc'])
+async def test_a_server_that_stops_says_so_as_an_internal_error(
+    name: str, sqlite_url: str, wrapped: Decorate
+) -> None:
+    transport = TRANSPORTS[name]
+    async with cluster(sqlite_url, decorate=wrapped) as lab:
+        task = await lab.a.turn('ask')
+        stop = lab.c.handler.aclose  # type: ignore[attr-defined]
+        async with serve([lab.c.handler], transport) as [address]:
+            if transport.binding == 'GRPC':
+                async with grpc.aio.insecure_channel(address) as channel:
+                    stub: Any = a2a_pb2_grpc.A2AServiceStub(channel)  # type: ignore[no-untyped-call]
+                    stream = stub.SubscribeToTask(
+                        SubscribeToTaskRequest(id=task.id),
+                        metadata=[(VERSION_HEADER.lower(), '1.0'), (USER.lower(), 'user')],
+                    )
+                    await stream.read()
+                    await stop()
+                    with pytest.raises(grpc.aio.AioRpcError) as ended:
+                        await stream.read()
+                assert ended.value.code() == grpc.StatusCode.INTERNAL
+                words = str(ended.value.details())
+            else:
+                async with http_client() as http:
+                    request = http.build_request(**raw(address, transport, task.id))
+                    response = await http.send(request, stream=True)
+                    lines = response.aiter_lines()
+                    words = await anext(lines)
+                    await stop()
+                    words += ''.join([line async for line in lines])
+                assert '-32603' in words or 'INTERNAL' in words
+    assert 'The server is stopping' in words
+    assert 'UNKNOWN' not in words

@@ -1,0 +1,153 @@
+"""One authoritative read of the stored task: its id, its tables, its owner, its exact match."""
+
+import asyncio
+import logging
+
+from collections import deque
+from contextvars import Context, copy_context
+from typing import Final
+from weakref import WeakKeyDictionary
+
+from a2a.server.cluster import StoredTask, VersionedDatabaseTaskStore, VersionedTaskStore
+from a2a.server.context import ServerCallContext
+from a2a.utils.errors import A2AError
+
+from cluster_subscribe import sdk
+from cluster_subscribe.background import Background
+from cluster_subscribe.event_log.log import findable
+from cluster_subscribe.event_log.reader import is_final
+from cluster_subscribe.protocol_errors import is_library_error
+from cluster_subscribe.subscription import Look
+
+logger = logging.getLogger(__name__)
+
+READS_AT_ONCE: Final = 8
+"""Reads under way in one process. A client that leaves before its own began costs nothing."""
+_PAUSES: Final = (0.05, 0.25, 1.0)
+"""Seconds before a read that failed is tried again."""
+
+
+class TaskReader:
+    """Reads tasks with the rights of who asks. Lives as long as the app."""
+
+    def __init__(self, store: VersionedTaskStore, background: Background) -> None:
+        self._store = store
+        self._background = background
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = WeakKeyDictionary()
+
+    async def read(
+        self, task_id: str, context: ServerCallContext, variables: Context | None = None
+    ) -> Look | None:
+        """The task as stored; `None` where the caller has none of this very id.
+
+        Args:
+            task_id: The task.
+            context: Who asks.
+            variables: The context variables to read with; the caller's when not given.
+
+        Raises:
+            Exception: Whatever the store raised; a `TimeoutError` if it did not answer.
+        """
+        # What no database can look for is not there.
+        if not findable(task_id):
+            return None
+        slots = self._slots.setdefault(asyncio.get_running_loop(), _Slots(READS_AT_ONCE))
+        await slots.acquire()
+        try:
+            task = self._background.start(
+                self._read(task_id, context), f'read {task_id}', variables or copy_context()
+            )
+        except BaseException:
+            slots.release()
+            raise
+        # The query goes on when its client leaves, and so does its slot.
+        task.add_done_callback(lambda _: slots.release())
+        return await self._background.answer(task)
+
+    async def read_first(
+        self, task_id: str, context: ServerCallContext, variables: Context
+    ) -> Look | None:
+        """Reads, and tries again where a pooled connection was lost or the database restarts.
+
+        Raises:
+            Exception: As `read()` does.
+        """
+        for pause in _PAUSES:
+            try:
+                return await self.read(task_id, context, variables)
+            except A2AError:
+                raise
+            except Exception as error:
+                if is_final(error) or not is_library_error(error) or _was_slow(error):
+                    raise
+            await asyncio.sleep(pause)
+        return await self.read(task_id, context, variables)
+
+    async def try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        """The task as stored; `None` also where it cannot be read."""
+        try:
+            look = await self.read(task_id, context)
+        except Exception:
+            logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
+            return None
+        return look.stored if look else None
+
+    async def _read(self, task_id: str, context: ServerCallContext) -> Look | None:
+        store = self._store
+        owner = sdk.owner(store, context)
+        if isinstance(store, VersionedDatabaseTaskStore):
+            await _create_tables(store)
+            if owner is None:
+                # Before the task: what is made anew in between by somebody else has another.
+                owner = await sdk.stored_owner(store, task_id)
+        stored = await store.get(task_id, context)
+        if stored is None or not await sdk.exact(store, task_id, context, owner):
+            return None
+        return Look(stored, owner)
+
+
+def _was_slow(error: Exception) -> bool:
+    # The caller has waited long enough.
+    return isinstance(error, TimeoutError | asyncio.TimeoutError)
+
+
+async def _create_tables(store: VersionedDatabaseTaskStore) -> None:
+    """Makes a first read possible: the store's `get()` creates one table of three."""
+    for attempts_left in reversed(range(5)):
+        try:
+            await store.initialize()
+        except Exception:
+            # Another replica that creates them at the same time is quicker at one or other.
+            if not attempts_left:
+                raise
+        else:
+            return
+
+
+class _Slots:
+    """A semaphore whose waiters are bare futures, so that no cancellation is lost (F8)."""
+
+    def __init__(self, free: int) -> None:
+        self._free = free
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def acquire(self) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self.release()
+            raise
+
+    def release(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
