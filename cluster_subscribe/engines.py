@@ -34,6 +34,23 @@ def has_creator(engine: AsyncEngine) -> bool:
     return getattr(creator, '__module__', _OWN_CREATOR) != _OWN_CREATOR
 
 
+def is_autocommit(engine: AsyncEngine) -> bool:
+    """Whether an engine commits each statement by itself."""
+    levels = (
+        getattr(engine.dialect, '_on_connect_isolation_level', None),
+        engine.get_execution_options().get('isolation_level'),
+    )
+    return str(levels[1] or levels[0]).upper() == 'AUTOCOMMIT'
+
+
+def names_database(engine: AsyncEngine) -> bool:
+    """Whether the URL says which database it is, and nothing of the user's opens another."""
+    url, dialect = engine.url, engine.sync_engine.dialect.dispatch
+    return not (has_creator(engine) or dialect.do_connect) and (
+        engine.dialect.name == 'sqlite' or bool(url.host or url.database or url.query)
+    )
+
+
 def has_hooks(engine: AsyncEngine) -> bool:
     """Whether functions of the user's set up connections or transactions.
 

@@ -31,7 +31,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
 
-from cluster_subscribe.engines import qualified_name
+from cluster_subscribe.engines import names_database, qualified_name
 from cluster_subscribe.errors import UnsupportedHandlerError
 
 logger = logging.getLogger(__name__)
@@ -306,11 +306,16 @@ async def exact(
         )
 
 
+def store_engine(store: VersionedTaskStore) -> AsyncEngine | None:
+    """The engine beneath the SDK's own store; `None` for any other."""
+    if not isinstance(store, VersionedDatabaseTaskStore):
+        return None
+    return _known(lambda: store._db.engine)
+
+
 def engines(store: VersionedTaskStore, stream: TaskEventStream) -> list[AsyncEngine]:
     """The engines beneath the SDK's own store and stream, as far as they are known."""
-    found: list[AsyncEngine | None] = []
-    if isinstance(store, VersionedDatabaseTaskStore):
-        found.append(_known(lambda: store._db.engine))
+    found = [store_engine(store)]
     if isinstance(stream, DatabaseTaskEventStream):
         found.append(_known(lambda: stream._engine))
     return [engine for engine in found if engine is not None]
@@ -386,7 +391,13 @@ def apart(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
         return None
     (store_engine, store_table), (stream_engine, stream_table) = places
     ours, theirs = _place(store_engine.url), _place(stream_engine.url)
-    if store_engine is not stream_engine and (ours != theirs or ours[-1] == ':memory:'):
+    if (
+        store_engine is not stream_engine
+        # What cannot be known is not different.
+        and names_database(store_engine)
+        and names_database(stream_engine)
+        and (ours != theirs or ours[-1] == ':memory:')
+    ):
         return f'the store writes to {_shown(ours)}, the event stream reads {_shown(theirs)}'
     written, read = (
         qualified_name(store_engine, store_table),

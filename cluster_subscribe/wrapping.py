@@ -12,7 +12,7 @@ from a2a.server.request_handlers import (
 )
 
 from cluster_subscribe import executor_seam, sdk
-from cluster_subscribe.engines import shared_connection
+from cluster_subscribe.engines import is_autocommit, shared_connection
 from cluster_subscribe.errors import UnsupportedHandlerError
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.handler import ClusterSubscribeHandler
@@ -97,6 +97,11 @@ def wrap(
             )
             return handler
     _refuse_own_rules(handler, settings)
+    if (engine_of_store := sdk.store_engine(task_store)) and is_autocommit(engine_of_store):
+        logger.warning(
+            'The task store has an AUTOCOMMIT engine: its saves are no transactions, and a stream '
+            'may miss an event that is stored after its version'
+        )
     if difference := sdk.apart(task_store, event_stream):
         logger.warning('No stream can work across them: %s', difference)
     owned: SharedTailEventStream | None = None

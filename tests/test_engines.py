@@ -313,3 +313,41 @@ def test_hooks_of_the_user_are_known_and_no_others() -> None:
         assert has_hooks(create_async_engine(url))
         event.remove(target, kind, hook)
     assert not has_hooks(create_async_engine(url))
+
+
+@pytest.mark.parametrize(
+    ('options', 'warned'),
+    [
+        ({'isolation_level': 'AUTOCOMMIT'}, True),
+        ({'execution_options': {'isolation_level': 'AUTOCOMMIT'}}, True),
+        ({'isolation_level': 'SERIALIZABLE'}, False),
+        ({}, False),
+    ],
+)
+def test_an_autocommit_engine_of_the_store_gets_one_warning(
+    options: dict[str, Any], warned: bool, sqlite_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SDK's save is no transaction there."""
+    handler = wrap(handler_over(create_async_engine(sqlite_url, **options)))
+    assert isinstance(handler, ClusterSubscribeHandler)
+    assert [('AUTOCOMMIT' in warning) for warning in warnings(caplog)] == [True] * warned
+
+
+@pytest.mark.parametrize('unnamed', ['async_creator', 'do_connect', 'environment'])
+def test_databases_that_no_url_names_are_not_called_different(
+    unnamed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def connect() -> None: ...
+
+    engines = []
+    for host in ('a', 'b'):
+        url = 'postgresql+asyncpg://' + ('' if unnamed == 'environment' else f'{host}/x')
+        creator = {'async_creator': connect} if unnamed == 'async_creator' else {}
+        engines.append(create_async_engine(url, **creator))
+        if unnamed == 'do_connect':
+            event.listen(engines[-1].sync_engine, 'do_connect', lambda *_: None)
+    stock = handler_over(engines[0], engines[1])
+    caplog.clear()
+    assert isinstance(wrap(stock), ClusterSubscribeHandler)
+    assert isinstance(stock._event_stream, SharedTailEventStream)
+    assert not warnings(caplog)
