@@ -6,6 +6,7 @@ Nothing else in the package reads the environment.
 import logging
 import os
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from enum import Enum
 from typing import Annotated, Any, Final
@@ -71,6 +72,8 @@ _ALLOWED: Final = {
     'float_parsing': 'input should be a number of seconds greater than 0, without a unit',
     'int_parsing': 'input should be an integer greater than or equal to 1',
 }
+_MOST_ROWS: Final = 2**31 - 1
+"""What a database takes as the limit of a statement."""
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -90,7 +93,6 @@ class Settings(BaseSettings):
         env_ignore_empty=True,
         frozen=True,
         extra='forbid',
-        populate_by_name=True,
     )
 
     mode: Annotated[Mode, BeforeValidator(_tidy)] = Field(
@@ -106,14 +108,18 @@ class Settings(BaseSettings):
     evict: Annotated[Evict, BeforeValidator(_tidy)] = Evict.SUPERSEDED
     sweep_interval: _Seconds = 60.0
     """Seconds between two sweeps for superseded `ActiveTask`s."""
-    max_buffered_events: Annotated[int, Field(ge=1)] = 256
+    max_buffered_events: Annotated[int, Field(ge=1, le=_MOST_ROWS)] = 256
     """Events held in memory for a subscriber that reads slowly."""
 
     def __init__(self, **values: Any) -> None:
+        keywords = dict(values)
+        if 'mode' in values:
+            # By populate_by_name the variable CLUSTER_SUBSCRIBE_MODE would be obeyed as well.
+            values[_MODE_VARIABLE] = values.pop('mode')
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise SettingsError(_one_line(error)) from None
+            raise SettingsError(_one_line(error, keywords)) from None
         _warn_of_unknown_variables()
 
 
@@ -121,12 +127,20 @@ def _variable(field: str) -> str:
     return _MODE_VARIABLE if field in ('mode', _MODE_VARIABLE) else PREFIX + field.upper()
 
 
-def _one_line(error: ValidationError) -> str:
-    return '; '.join(
-        f'{_variable(str(problem["loc"][0]))}={problem["input"]!r} is not allowed: '
-        + _ALLOWED.get(problem['type'], f'{problem["msg"][0].lower()}{problem["msg"][1:]}')
-        for problem in error.errors()
-    )
+def _one_line(error: ValidationError, keywords: Mapping[str, object]) -> str:
+    """Each problem in the words of what was set: the keyword, or the variable."""
+    lines = []
+    for problem in error.errors():
+        field = str(problem['loc'][0]).replace(_MODE_VARIABLE, 'mode')
+        name = field if field in keywords else _variable(field)
+        if problem['type'] == 'extra_forbidden':
+            known = ', '.join(Settings.model_fields)
+            lines.append(f'{name}={problem["input"]!r} is no setting; known are {known}')
+            continue
+        message = f'{problem["msg"][0].lower()}{problem["msg"][1:]}'
+        allowed = _ALLOWED.get(problem['type'], message)
+        lines.append(f'{name}={problem["input"]!r} is not allowed: {allowed}')
+    return '; '.join(lines)
 
 
 def _warn_of_unknown_variables() -> None:
@@ -138,5 +152,7 @@ def _warn_of_unknown_variables() -> None:
             logger.warning(
                 '%s is no setting of cluster-subscribe; known are %s',
                 name,
-                ', '.join(sorted(known)),
+                f'{_MODE_VARIABLE}, for the mode'
+                if name == f'{PREFIX}MODE'
+                else ', '.join(sorted(known)),
             )

@@ -1,6 +1,7 @@
 """Reads of the stored task: how many, how often, and what a client is told when they fail."""
 
 import asyncio
+import logging
 
 from typing import Any
 
@@ -41,7 +42,9 @@ class Store(MemoryStore):
         return await super().get(task_id, context)
 
 
-async def handler_over(store: Store, memory: Memory, *, wrapped: bool = True) -> Any:
+async def handler_over(
+    store: Store, memory: Memory, *, wrapped: bool = True, settings: Settings | None = None
+) -> Any:
     task = Task(id='t', status=TaskStatus(state=TaskState.TASK_STATE_WORKING))
     await store.save(task, prev_version=TaskVersion.MISSING, context=caller())
     agent: AgentExecutor = ScriptedAgent()
@@ -51,7 +54,7 @@ async def handler_over(store: Store, memory: Memory, *, wrapped: bool = True) ->
         event_stream=MemoryStream(memory),
         agent_card=agent_card('http://127.0.0.1'),
     )
-    return wrap(stock, settings=Settings()) if wrapped else stock
+    return wrap(stock, settings=settings or Settings()) if wrapped else stock
 
 
 async def snapshot(handler: Any, task_id: str = 't') -> Any:
@@ -204,3 +207,18 @@ async def test_lost_pooled_connections_fail_no_subscribe(database_url: str) -> N
         # The SDK's own store fails on dead connections.
         for replica in lab.replicas:
             await replica.engine.dispose()
+
+
+async def test_an_observation_that_fails_logs_no_words_of_the_database(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its traceback held the statement with its parameters, the owner among them."""
+    caplog.set_level(logging.INFO, 'cluster_subscribe')
+    memory = Memory()
+    store = Store(memory)
+    handler = await handler_over(store, memory, settings=Settings(mode='observe'))
+    store.failures = [OperationalError(STATEMENT, {'owner': 'alice'}, Exception('gone'))]
+    assert (await snapshot(handler)).id == 't'
+    assert 'could not be observed (OperationalError)' in caplog.text
+    assert 'alice' not in caplog.text
+    await handler.aclose()

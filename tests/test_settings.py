@@ -1,5 +1,7 @@
 """The environment is validated once, and a bad value is one clear line."""
 
+from typing import Any
+
 import pytest
 
 from cluster_subscribe import CloseOn, Evict, Mode, Settings, SettingsError, Wakeup
@@ -49,6 +51,7 @@ def test_a_variable_sets_its_field(
         ('CLUSTER_SUBSCRIBE_EVICT', 'all', "'superseded' or 'off'"),
         ('CLUSTER_SUBSCRIBE_SWEEP_INTERVAL', 'soon', 'number of seconds'),
         ('CLUSTER_SUBSCRIBE_MAX_BUFFERED_EVENTS', '0', 'greater than or equal to 1'),
+        ('CLUSTER_SUBSCRIBE_MAX_BUFFERED_EVENTS', '2147483648', 'less than or equal to 2147483647'),
     ],
 )
 def test_a_bad_value_is_one_line_with_the_variable_the_value_and_what_is_allowed(
@@ -80,6 +83,31 @@ def test_a_misspelt_variable_is_named_in_the_log(
     monkeypatch.setenv('CLUSTER_SUBSCRIBE_CLOSEON', 'terminal')
     Settings()
     assert 'CLUSTER_SUBSCRIBE_CLOSEON is no setting' in caplog.text
+
+
+def test_the_mode_has_one_variable(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CLUSTER_SUBSCRIBE_MODE was obeyed, and called unknown."""
+    monkeypatch.setenv('CLUSTER_SUBSCRIBE_MODE', 'off')
+    assert Settings().mode is Mode.ON
+    assert 'CLUSTER_SUBSCRIBE_MODE is no setting' in caplog.text
+    assert 'CLUSTER_SUBSCRIBE, for the mode' in caplog.text
+    assert Settings(mode='observe').mode is Mode.OBSERVE
+
+
+@pytest.mark.parametrize(
+    ('keywords', 'told'),
+    [
+        ({'mod': 'on'}, "mod='on' is no setting; known are mode, close_on"),
+        ({'mode': 'maybe'}, "mode='maybe' is not allowed"),
+        ({'poll_interval': 0}, 'poll_interval=0 is not allowed: input should be greater than 0'),
+    ],
+)
+def test_a_keyword_is_named_as_it_was_given(keywords: dict[str, Any], told: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Settings(**keywords)
+    assert str(caught.value).startswith(told)
 
 
 def test_settings_are_frozen() -> None:
