@@ -67,8 +67,10 @@ async def test_what_is_right_bare_is_right_wrapped(
     assert ours.tasks == alone.tasks or any(line.healed for line in alone.lines), report
     assert ours.events >= alone.events, report
     assert ours.errors <= alone.errors, report
-    expected = [said for said in ours.warnings if way.warns and re.search(way.warns, said)]
-    assert ours.warnings == expected, report
+    # A bare handler's process makes the tables without it.
+    warnings = [said for said in ours.warnings if 'slow without an index' not in said]
+    expected = [said for said in warnings if way.warns and re.search(way.warns, said)]
+    assert warnings == expected, report
     assert bool(expected) == bool(way.warns), report
 
 
