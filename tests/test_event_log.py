@@ -873,3 +873,44 @@ async def test_waiting_for_wakeups_takes_no_connection_of_the_pool(database_url:
         assert (await beside.execute(text('SELECT 1'))).scalar() == 1
     assert len(connected) == 2
     await engine.dispose()
+
+
+async def test_a_commit_elsewhere_costs_its_rows_and_not_the_watched_tasks(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 10,000 watched tasks each compared all their versions."""
+    writer = Writer(sqlite_url)
+    await writer.store.initialize()
+    engine = create_async_engine(sqlite_url)
+    tail = SharedTailEventStream(engine, settings=Settings(poll_interval=1000))
+    compared: list[int] = []
+    stored = EventLog.stored
+
+    async def note(log: EventLog, connection: Any, task_ids: Any) -> Any:
+        compared.append(len(task_ids))
+        return await stored(log, connection, task_ids)
+
+    monkeypatch.setattr(EventLog, 'stored', note)
+    names = [f'task-{number}' for number in range(30)]
+    subscribers = [tail.open(name, await writer.begin(name), 'user') for name in names]
+    # Whatever was committed before it listened is looked for in all.
+    await eventually(lambda: compared and tail.statistics().wakeups.get('data_version'))
+    await writer.say('first', task_id=names[0])
+    assert await take(subscribers[0]) == ['art first']
+    compared.clear()
+    before = tail.statistics().rows
+    for number in range(20):
+        await writer.say(str(number), task_id=names[7])
+        assert await take(subscribers[7]) == [f'art {number}']
+    assert not compared
+    assert tail.statistics().rows - before == 20
+
+    # A pruned log gives numbers of rows anew.
+    await writer.execute('DELETE FROM task_events WHERE seq > 25')
+    await writer.say('after', task_id=names[8])
+    assert await take(subscribers[8]) == ['art after']
+    for subscriber in subscribers:
+        subscriber.close()
+    await tail.aclose()
+    await engine.dispose()
+    await writer.engine.dispose()

@@ -71,7 +71,9 @@ class SharedTailEventStream(TaskEventStream):
         )
 
         def new_reader() -> Reader:
-            wakeup = wakeup_for(engine, log.table) if settings.wakeup is Wakeup.AUTO else None
+            wakeup = (
+                wakeup_for(engine, log.schema.events) if settings.wakeup is Wakeup.AUTO else None
+            )
             return Reader(log, wakeup, self._background, settings)
 
         self._new_reader = new_reader

@@ -7,6 +7,7 @@ depends on it: the timer always runs as the net.
 from collections.abc import Callable
 from typing import Protocol
 
+from sqlalchemy import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.event_log.wakeup.detached import Wake
@@ -33,12 +34,12 @@ class Wakeup(Protocol):
         """Hints to the other replicas that a task moved. Never waits, never raises."""
 
 
-def wakeup_for(engine: AsyncEngine, table: str) -> Wakeup | None:
+def wakeup_for(engine: AsyncEngine, events: Table) -> Wakeup | None:
     """The wakeup that an engine's database offers; `None` where there is only the timer."""
     if engine.dialect.name == 'postgresql' and engine.dialect.driver == 'asyncpg':
-        return PostgresqlWakeup(engine, table)
+        return PostgresqlWakeup(engine, events.name)
     if engine.dialect.name == 'sqlite' and engine.url.database not in (None, '', ':memory:'):
-        return SqliteWakeup(engine)
+        return SqliteWakeup(engine, events)
     return None
 
 
