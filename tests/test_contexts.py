@@ -182,6 +182,7 @@ def in_a_loop_of_its_own(work: Coroutine[Any, Any, Any]) -> Any:
         return thread.submit(asyncio.run, work).result(BACKSTOP)
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 async def test_streams_go_on_in_the_next_loop(sqlite_url: str) -> None:
     """The loop before ended with a stream open."""
     lab = Cluster(sqlite_url, decorate=wrapping(poll_interval=0.05), engine_options=NO_POOL)
