@@ -244,7 +244,7 @@ class ClusterSubscribeHandler(_Base):
         variables = copy_context()
 
         async def read() -> Look | None:
-            return await self.__reader.read(task_id, context, variables)
+            return await self.__reader.read_shared(task_id, context, variables)
 
         if sdk.streaming(self.__wrapped) is False:
             return self.__wrapped.on_subscribe_to_task(params, context)

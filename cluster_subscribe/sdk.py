@@ -29,9 +29,9 @@ from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
 from sqlalchemy import Table, make_url, select
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.orm import DeclarativeBase, Session
 
-from cluster_subscribe.engines import names_database, qualified_name
+from cluster_subscribe.engines import has_hooks, names_database, qualified_name
 from cluster_subscribe.errors import UnsupportedHandlerError
 
 logger = logging.getLogger(__name__)
@@ -270,6 +270,18 @@ def owner(store: VersionedTaskStore, context: ServerCallContext) -> str | None:
     resolve: Callable[[ServerCallContext], object] = store._db.owner_resolver
     resolved = resolve(context)
     return resolved if isinstance(resolved, str) else None
+
+
+def reads_with_hooks(store: VersionedDatabaseTaskStore) -> bool:
+    """Whether what a store finds may depend on more than the owner.
+
+    Hooks may take a user or a tenant from a context variable.
+    """
+    engine = _known(lambda: store._db.engine)
+    session: Any = Session().dispatch
+    return engine is None or bool(
+        has_hooks(engine) or session.after_begin or session.do_orm_execute
+    )
 
 
 async def stored_owner(store: VersionedTaskStore, task_id: str) -> str | None:

@@ -193,6 +193,7 @@ async def _look(
     """The task as stored; `None` if the store does not answer."""
     try:
         look = await source.read()
+        telemetry.looked()
         if look and not course.is_another(look.stored):
             await feed.compare(look.stored.version, look.owner, course.position)
             return look.stored

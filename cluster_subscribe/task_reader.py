@@ -4,16 +4,17 @@ import asyncio
 import logging
 
 from collections import deque
+from collections.abc import Sequence
 from contextvars import Context, copy_context
 from typing import Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from a2a.server.cluster import StoredTask, VersionedDatabaseTaskStore, VersionedTaskStore
 from a2a.server.context import ServerCallContext
 from a2a.utils.errors import A2AError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background
+from cluster_subscribe.background import Background, SharedReads
 from cluster_subscribe.event_log.log import findable
 from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.protocol_errors import is_library_error
@@ -33,6 +34,9 @@ class TaskReader:
     def __init__(self, store: VersionedTaskStore, background: Background) -> None:
         self._store = store
         self._background = background
+        self._shared: WeakValueDictionary[
+            tuple[str, str, asyncio.AbstractEventLoop], SharedReads[str, Look]
+        ] = WeakValueDictionary()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = WeakKeyDictionary()
 
     async def read(
@@ -55,7 +59,9 @@ class TaskReader:
         await slots.acquire()
         try:
             task = self._background.start(
-                self._read(task_id, context), f'read {task_id}', variables or copy_context()
+                self._read(task_id, context),
+                f'read {task_id}',
+                copy_context() if variables is None else variables,
             )
         except BaseException:
             slots.release()
@@ -63,6 +69,33 @@ class TaskReader:
         # The query goes on when its client leaves, and so does its slot.
         task.add_done_callback(lambda _: slots.release())
         return await self._background.answer(task)
+
+    async def read_shared(
+        self, task_id: str, context: ServerCallContext, variables: Context | None = None
+    ) -> Look | None:
+        """As `read()`; once for all callers with the same owner, where that makes no difference.
+
+        A read is shared by those who asked before it started.
+        """
+        store = self._store
+        owner = sdk.owner(store, context)
+        if (
+            owner is None
+            or not isinstance(store, VersionedDatabaseTaskStore)
+            or sdk.reads_with_hooks(store)
+        ):
+            return await self.read(task_id, context, variables)
+
+        async def read(asked: Sequence[str]) -> dict[str, Look]:
+            look = await self.read(task_id, context, Context())
+            return dict.fromkeys(asked, look) if look else {}
+
+        key = task_id, owner, asyncio.get_running_loop()
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = SharedReads(self._background, read, f'read {task_id} for all')
+            self._shared[key] = shared
+        return await shared.get(task_id)
 
     async def read_first(
         self, task_id: str, context: ServerCallContext, variables: Context

@@ -154,6 +154,7 @@ class Telemetry:
         self._evictions = 0
         self._reconciled = 0
         self._once = Once()
+        self._looks_fail = False
 
     def opened(self) -> None:
         """Counts a stream that begins."""
@@ -214,9 +215,15 @@ class Telemetry:
                 extra={'task_id': task_id},
             )
 
+    def looked(self) -> None:
+        """Notes that a stream could compare itself with the store."""
+        self._looks_fail = False
+
     def look_failed(self, task_id: str, error: Exception) -> None:
-        """Notes that a stream could not compare itself with the store."""
-        logger.warning(
+        """Notes that a stream could not compare itself with the store; warns once per outage."""
+        first, self._looks_fail = not self._looks_fail, True
+        logger.log(
+            logging.WARNING if first else logging.DEBUG,
             'The stored task %s could not be read (%s); its stream goes on and looks again later',
             task_id,
             type(error).__name__,

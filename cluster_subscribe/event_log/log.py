@@ -187,6 +187,8 @@ class EventLog:
                 if (
                     connection.dialect.name == 'postgresql'
                     and not self._pooled
+                    # Not known while another connection, the engine's first, is being set up.
+                    and hasattr(connection.dialect, 'default_isolation_level')
                     # Switching would roll back what the user's hooks have set.
                     and not has_hooks(self.engine)
                 ):

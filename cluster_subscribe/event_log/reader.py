@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _FEW: Final = 8
 """Tasks up to which a wakeup that names none has all their logs read."""
+_LARGE: Final = 1 << 16
+"""Bytes of a page after which others get their turn of the event loop."""
 _LONGEST_PAUSE: Final = 5.0
 """Seconds between two attempts to read, at most."""
 _MOST_PATIENCE: Final = 6
@@ -446,6 +448,8 @@ class Reader:
                     subscriber.feed(rows, decode, more=more)
                     if not subscriber.behind:
                         drained.add(subscriber)
+            if sum(map(_size, rows)) > _LARGE:
+                await asyncio.sleep(0)
         for subscriber in confirming & drained:
             subscriber.confirm()
         return drained
@@ -476,6 +480,12 @@ class Reader:
             else:
                 subscriber.doubt()
                 self.more(subscriber.task_id)
+
+
+def _size(row: Row) -> int:
+    # SQLite's columns hold values of any type.
+    data: object = row.data
+    return len(data) if isinstance(data, bytes) else 0
 
 
 def is_final(error: Exception) -> bool:

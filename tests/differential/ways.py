@@ -193,7 +193,7 @@ WAYS = [
             (POSTGRESQL,),
             (scenes.two_tenants, scenes.midway),
             database=with_row_security,
-            warns='read one by one',
+            warns='read one by one|slow without an index',
         )
         for hook in ('begin', 'checkout', 'committed')
     ),
@@ -203,7 +203,7 @@ WAYS = [
         (POSTGRESQL,),
         (scenes.two_tenants, scenes.midway),
         database=with_row_security,
-        warns='read one by one',
+        warns='read one by one|slow without an index',
     ),
     # Engines, pools and drivers
     Way(
