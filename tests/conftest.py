@@ -80,7 +80,7 @@ def _no_process_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     mark = uuid.uuid4().hex
     monkeypatch.setenv(STARTED_BY, mark)
     yield
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while left := _started_with(f'{STARTED_BY}={mark}'.encode()):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
