@@ -375,7 +375,7 @@ async def silent_return(lab: Cluster) -> list[Seen]:
         *saw('Task(SUBMITTED), WORKING, closed', sent),
         *saw('WORKING, 1 messages', await stored(lab.c, task)),
         *saw('Task(SUBMITTED), WORKING, FAILED?, RuntimeError', failing),
-        *saw('Task(WORKING), FAILED, closed', watch),
+        *saw('Task(WORKING), FAILED|Task(FAILED), closed', watch),
     ]
 
 

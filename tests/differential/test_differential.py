@@ -93,6 +93,7 @@ async def test_what_is_healed_is_healed_in_an_elaborate_app(fault: Fault, sqlite
     assert outcome.right, outcome.timelines
 
 
+@pytest.mark.cancels_queries
 # A loop that is closed in mid-query leaves the thread of aiosqlite without one.
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
 @pytest.mark.parametrize('wrapped', [False, True])
