@@ -875,6 +875,26 @@ async def test_waiting_for_wakeups_takes_no_connection_of_the_pool(database_url:
     await engine.dispose()
 
 
+async def test_waiting_for_wakeups_leaves_the_dialect_to_be_set_up_by_the_pool(
+    on_postgresql: str,
+) -> None:
+    """A connection beside the pool's first one met a dialect that was half set up."""
+
+    async def listen(engine: AsyncEngine) -> None:
+        async with detached(engine):
+            pass
+
+    async def read(engine: AsyncEngine) -> None:
+        async with engine.connect() as connection:
+            connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
+            await connection.execute(text('SELECT 1'))
+
+    for _ in range(10):
+        engine = create_async_engine(on_postgresql)
+        await asyncio.gather(listen(engine), read(engine))
+        await engine.dispose()
+
+
 async def test_a_commit_elsewhere_costs_its_rows_and_not_the_watched_tasks(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,10 @@ async def detached(engine: AsyncEngine) -> AsyncIterator[tuple[AsyncConnection, 
     It is opened beside the pool, so that nobody who writes through the pool ever waits
     for it, and closed at the end. Given with the driver's own connection beneath it.
     """
+    if not hasattr(engine.dialect, 'default_isolation_level'):
+        # The first connection sets up the dialect, which those of one pool wait for.
+        async with engine.connect():
+            pass
     # The same creator, events and arguments, and none of the connections.
     pool = engine.sync_engine.pool.recreate()
 
