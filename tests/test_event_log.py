@@ -886,8 +886,8 @@ async def test_waiting_for_wakeups_leaves_the_dialect_to_be_set_up_by_the_pool(
 
     async def read(engine: AsyncEngine) -> None:
         async with engine.connect() as connection:
-            connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
-            await connection.execute(text('SELECT 1'))
+            switched = await connection.execution_options(isolation_level='AUTOCOMMIT')
+            await switched.execute(text('SELECT 1'))
 
     for _ in range(10):
         engine = create_async_engine(on_postgresql)
