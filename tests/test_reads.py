@@ -127,7 +127,7 @@ STATEMENT = 'SELECT owner FROM tasks'
 @pytest.mark.parametrize(
     ('failures', 'reads'),
     [
-        ([ProgrammingError(STATEMENT, {}, Exception('permission denied'))], 1),
+        ([ProgrammingError(STATEMENT, {}, Exception(1142, 'denied'))], 1),
         ([OperationalError(STATEMENT, {}, Exception('gone')) for _ in range(9)], 4),
         ([], 1),
     ],
