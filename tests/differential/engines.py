@@ -169,6 +169,40 @@ async def with_row_security(url: str) -> AsyncIterator[str]:
         await _execute(url, f'DROP OWNED BY {role}', f'DROP ROLE {role}')
 
 
+def _take_role(made: AsyncEngine, role: str) -> None:
+    def take(connection: Any, _: object) -> None:
+        connection.run_async(lambda raw: raw.execute(f'SET ROLE {role}'))
+
+    event.listen(made.sync_engine, 'connect', take)
+
+
+@asynccontextmanager
+async def with_a_reading_role(url: str) -> AsyncIterator[str]:
+    """A database with a role that may read the event table alone."""
+    role = f'cluster_subscribe_{uuid.uuid4().hex}'
+    await _execute(url, f'CREATE ROLE {role}', f'GRANT SELECT ON task_events TO {role}')
+    try:
+        yield f'{url}#{role}'
+    finally:
+        await _execute(url, f'DROP OWNED BY {role}', f'DROP ROLE {role}')
+
+
+def reading_role() -> Parts:
+    """An event stream on an engine of its own, with the least rights that the SDK's needs."""
+
+    def make(url: str) -> AsyncEngine:
+        url, _, role = url.partition('#')
+        made = create_async_engine(url)
+        _take_role(made, role)
+        return made
+
+    return Parts(
+        engine=lambda url: create_async_engine(url.partition('#')[0]),
+        stream_engine=make,
+        stream=partial(DatabaseTaskEventStream, create_table=False),
+    )
+
+
 def row_security(hook: str, *, strict: bool = False) -> Parts:
     """Tells the database in a hook of the engine whose rows may be seen.
 
@@ -183,11 +217,7 @@ def row_security(hook: str, *, strict: bool = False) -> Parts:
     def make(url: str) -> AsyncEngine:
         url, _, role = url.partition('#')
         made = create_async_engine(url)
-
-        @event.listens_for(made.sync_engine, 'connect')
-        def take_role(connection: Any, _: object) -> None:
-            connection.run_async(lambda raw: raw.execute(f'SET ROLE {role}'))
-
+        _take_role(made, role)
         if hook == 'begin':
 
             @event.listens_for(made.sync_engine, 'begin')

@@ -29,9 +29,11 @@ from tests.differential.engines import (
     in_memory,
     in_schema,
     named,
+    reading_role,
     row_security,
     shared_cache,
     translated,
+    with_a_reading_role,
     with_row_security,
     with_search_path,
 )
@@ -212,6 +214,14 @@ WAYS = [
         (scenes.two_tenants, scenes.midway),
         database=with_row_security,
         warns='read one by one|slow without an index',
+    ),
+    Way(
+        'a role that reads events',
+        reading_role(),
+        (POSTGRESQL,),
+        (scenes.midway,),
+        database=with_a_reading_role,
+        broken='a limit: the event stream has to be able to read all three tables',
     ),
     # Engines, pools and drivers
     Way(
