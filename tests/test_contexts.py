@@ -16,7 +16,6 @@ from a2a.server.cluster import TaskVersion, VersionedDatabaseTaskStore, Versione
 from a2a.types import SubscribeToTaskRequest, Task
 from sqlalchemy import NullPool, make_url
 from sqlalchemy import event as sqlalchemy_event
-from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import EventStreamEndedError, SharedTailEventStream
@@ -118,7 +117,7 @@ OWNER: ContextVar[str] = ContextVar('owner')
 
 
 @asynccontextmanager
-async def as_a_tenant_sees_it(server: URL, url: str) -> AsyncIterator[str]:
+async def as_a_tenant_sees_it(url: str) -> AsyncIterator[str]:
     """A database that shows rows to `app.owner` only, and the URL of a role that is bound to it."""
     role = f'tenant_{uuid.uuid4().hex}'
     admin = create_async_engine(url, isolation_level='AUTOCOMMIT')
@@ -137,9 +136,11 @@ async def as_a_tenant_sees_it(server: URL, url: str) -> AsyncIterator[str]:
     async with admin.connect() as connection:
         for statement in statements:
             await connection.exec_driver_sql(statement)
-        yield make_url(url).set(username=role).render_as_string(hide_password=False)
-        await connection.exec_driver_sql(f'DROP OWNED BY {role}')
-        await connection.exec_driver_sql(f'DROP ROLE {role}')
+        try:
+            yield make_url(url).set(username=role).render_as_string(hide_password=False)
+        finally:
+            await connection.exec_driver_sql(f'DROP OWNED BY {role}')
+            await connection.exec_driver_sql(f'DROP ROLE {role}')
     await admin.dispose()
 
 
@@ -157,12 +158,12 @@ def guard(replica: Replica, *, strict: bool) -> None:
 @pytest.mark.parametrize('strict', [False, True])
 @pytest.mark.cancels_queries
 async def test_row_level_security(
-    strict: bool, database_url: str, postgres_server: URL, caplog: pytest.LogCaptureFixture
+    strict: bool, database_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`strict`: the hook fails without a request, where else it finds no tenant."""
     for decorate in (lambda handler: handler, wrapping(poll_interval=0.05)):
         async with (
-            as_a_tenant_sees_it(postgres_server, database_url) as url,
+            as_a_tenant_sees_it(database_url) as url,
             cluster(url, decorate=decorate, poll_interval=0.05) as lab,
         ):
             for replica in lab.replicas:
