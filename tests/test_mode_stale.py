@@ -47,13 +47,14 @@ async def test_a_stream_that_was_left_to_the_sdk_follows_the_task_elsewhere(
         lab.gates.open('1')
         assert await watch.until(lambda w: 'INPUT_REQUIRED' in w.told, 10)
         await lab.b.start('work wait=2 art=x done', task).at('2')
-        assert await watch.until(lambda w: 'Task(WORKING)' in w.told[1:], 10)
+        assert await watch.until(lambda w: len(w.told) > 2, 10)
         lab.gates.open('2')
         assert await watch.until(lambda w: w.ending, 10)
-        assert watch.timeline == (
-            *('Task(WORKING)', 'INPUT_REQUIRED', 'Task(WORKING)', 'art x', 'COMPLETED'),
-            'closed',
-        )
+        # The snapshot is of the task before or after the later turn's first event.
+        moved = {('Task(WORKING)',), ('Task(INPUT_REQUIRED)', 'WORKING')}
+        assert watch.timeline[:2] == ('Task(WORKING)', 'INPUT_REQUIRED')
+        assert watch.timeline[2:-3] in moved
+        assert watch.timeline[-3:] == ('art x', 'COMPLETED', 'closed')
 
 
 @pytest.mark.parametrize(('script', 'end'), [('done', 'closed'), (None, 'TaskNotFoundError')])
