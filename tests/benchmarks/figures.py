@@ -25,7 +25,7 @@ from a2a.types import (
 from sqlalchemy import insert, select, text, update
 
 from cluster_subscribe import ClusterSubscribeHandler, SharedTailEventStream
-from cluster_subscribe.event_log.wakeup import PostgresqlWakeup
+from cluster_subscribe.event_log.wakeup import SharedPostgresqlWakeup
 from tests.benchmarks.measure import (
     CONTEXT,
     Counted,
@@ -326,13 +326,14 @@ async def hints(url: str, runs: int) -> list[Figure]:
         tail = server.stock._event_stream
         assert isinstance(tail, SharedTailEventStream)
         wakeup = tail._reader._wakeup
-        assert isinstance(wakeup, PostgresqlWakeup)
+        assert isinstance(wakeup, SharedPostgresqlWakeup)
+        channel = wakeup._join().wakeup._channel
         send = text('SELECT count(pg_notify(:channel, n::text)) FROM generate_series(1, :count) n')
         for _ in range(runs):
             already = tail.statistics().wakeups['notify'] if heard.ours else 0
             began = time.process_time()
             async with other.engine.begin() as connection:
-                await connection.execute(send, {'channel': wakeup._channel, 'count': count})
+                await connection.execute(send, {'channel': channel, 'count': count})
             while tail.statistics().wakeups.get('notify', 0) < already + count:  # noqa: ASYNC110 - a counter
                 await asyncio.sleep(0.01)
             heard.ours.append((time.process_time() - began) / count * 1e6)

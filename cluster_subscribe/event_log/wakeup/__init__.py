@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.event_log.wakeup.detached import Wake
 from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
+from cluster_subscribe.event_log.wakeup.shared import SharedPostgresqlWakeup
 from cluster_subscribe.event_log.wakeup.sqlite import SqliteWakeup
 
 
@@ -37,10 +38,17 @@ class Wakeup(Protocol):
 def wakeup_for(engine: AsyncEngine, events: Table) -> Wakeup | None:
     """The wakeup that an engine's database offers; `None` where there is only the timer."""
     if engine.dialect.name == 'postgresql' and engine.dialect.driver == 'asyncpg':
-        return PostgresqlWakeup(engine, events.name)
+        return SharedPostgresqlWakeup(engine, events.name)
     if engine.dialect.name == 'sqlite' and engine.url.database not in (None, '', ':memory:'):
         return SqliteWakeup(engine, events)
     return None
 
 
-__all__ = ['PostgresqlWakeup', 'SqliteWakeup', 'Wake', 'Wakeup', 'wakeup_for']
+__all__ = [
+    'PostgresqlWakeup',
+    'SharedPostgresqlWakeup',
+    'SqliteWakeup',
+    'Wake',
+    'Wakeup',
+    'wakeup_for',
+]
