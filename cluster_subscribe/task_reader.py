@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from a2a.server.cluster import StoredTask, VersionedDatabaseTaskStore, VersionedTaskStore
 from a2a.server.context import ServerCallContext
 from a2a.utils.errors import A2AError
+from sqlalchemy.pool import QueuePool
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, SharedReads
@@ -22,8 +23,10 @@ from cluster_subscribe.subscription import Look
 
 logger = logging.getLogger(__name__)
 
-READS_AT_ONCE: Final = 8
-"""Reads under way in one process. A client that leaves before its own began costs nothing."""
+_POOLED_READS: Final = 8
+"""Reads under way at once over a pool of the default size: it has 15 connections at most."""
+_OTHER_READS: Final = 64
+"""Reads under way at once over a store that is not known to have a pool."""
 _PAUSES: Final = (0.05, 0.25, 1.0)
 """Seconds before a read that failed is tried again."""
 
@@ -55,7 +58,7 @@ class TaskReader:
         # What no database can look for is not there.
         if not findable(task_id):
             return None
-        slots = self._slots.setdefault(asyncio.get_running_loop(), _Slots(READS_AT_ONCE))
+        slots = self._slots.setdefault(asyncio.get_running_loop(), _Slots(reads_at_once(self._store)))
         await slots.acquire()
         try:
             task = self._background.start(
@@ -155,6 +158,18 @@ async def _create_tables(store: VersionedDatabaseTaskStore) -> None:
                 raise
         else:
             return
+
+
+def reads_at_once(store: VersionedTaskStore) -> int:
+    """How many reads of a store may be under way in one event loop.
+
+    A client that leaves before its own began costs nothing, and the agents find room in a pool.
+    """
+    engine = sdk.store_engine(store)
+    if engine is None:
+        return _OTHER_READS
+    pool = engine.sync_engine.pool
+    return max(_POOLED_READS, pool.size() if isinstance(pool, QueuePool) else 0)
 
 
 class _Slots:

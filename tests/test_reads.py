@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from cluster_subscribe import ClusterSubscribeHandler, Settings, background, wrap
 from cluster_subscribe.cli.lab import Decorate, Replica, ScriptedAgent
 from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
-from cluster_subscribe.task_reader import READS_AT_ONCE
+from cluster_subscribe.task_reader import reads_at_once
 from tests.memory import Memory, MemoryStore, MemoryStream
 
 
@@ -85,10 +85,10 @@ async def test_who_leaves_before_its_read_began_costs_none() -> None:
     late = asyncio.ensure_future(snapshot(handler))
     await turns_of_the_loop()
     # A query that has begun is not cancelled, and the late one waits for the first to end.
-    assert store.reads == READS_AT_ONCE
+    assert store.reads == reads_at_once(store)
     store.go.set()
     assert (await late).id == 't'
-    assert store.reads == READS_AT_ONCE + 1
+    assert store.reads == reads_at_once(store) + 1
     many = await asyncio.gather(*(snapshot(handler) for _ in range(100)))
     assert len(many) == 100
     await handler.aclose()
@@ -175,7 +175,7 @@ async def test_who_waits_when_the_handler_is_closed_is_told_so(
     store = Store(memory)
     handler = await handler_over(store, memory)
     store.go.clear()
-    clients = [asyncio.ensure_future(snapshot(handler)) for _ in range(READS_AT_ONCE * 3)]
+    clients = [asyncio.ensure_future(snapshot(handler)) for _ in range(reads_at_once(store) * 3)]
     await turns_of_the_loop()
     await handler.aclose()
     for error in await asyncio.gather(*clients, return_exceptions=True):
