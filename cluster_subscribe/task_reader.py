@@ -58,7 +58,9 @@ class TaskReader:
         # What no database can look for is not there.
         if not findable(task_id):
             return None
-        slots = self._slots.setdefault(asyncio.get_running_loop(), _Slots(reads_at_once(self._store)))
+        slots = self._slots.setdefault(
+            asyncio.get_running_loop(), _Slots(reads_at_once(self._store))
+        )
         await slots.acquire()
         try:
             task = self._background.start(

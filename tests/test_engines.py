@@ -244,7 +244,7 @@ async def test_a_stream_built_by_hand_reads_through_the_engines_schemas(
     await writer.execute('CREATE SCHEMA agents')
     for name in ('task_events', 'task_versions', 'tasks'):
         await writer.execute(f'ALTER TABLE {name} SET SCHEMA agents')
-    await writer.execute('DROP INDEX agents.ix_task_events_cursor')
+    await writer.execute('DROP INDEX IF EXISTS agents.ix_task_events_cursor')
     options = {'schema_translate_map': {None: 'agents'}}
     writer.store._db.async_session_maker.configure(bind=writer.engine.execution_options(**options))
     engine = create_async_engine(writer.engine.url, execution_options=options)

@@ -36,6 +36,7 @@ from cluster_subscribe import (
     EventStreamEndedError,
     Settings,
     SharedTailEventStream,
+    sdk,
 )
 from cluster_subscribe.cli.lab import Cluster, Decorate, label
 from cluster_subscribe.cli.lab.cluster import caller, cluster
@@ -213,7 +214,7 @@ async def look(writer: Writer, subscriber: Subscriber, user: str = 'user') -> No
     """Looks at the store as a stream does when it is made to."""
     assert await take(subscriber) == ['look']
     stored = await writer.store.get('task', caller(user))
-    if stored is None:
+    if stored is None or not await sdk.exact(writer.store, 'task', caller(user), user):
         raise TaskNotFoundError
     await subscriber.compare(stored.version, user)
 
