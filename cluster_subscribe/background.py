@@ -213,8 +213,10 @@ class SharedReads(Generic[K, T]):
                     for key, futures in waiting.items()
                     if (open_ := [future for future in futures if not future.done()])
                 }
+                if not waiting:
+                    continue
                 try:
-                    found = await in_time(self._read(list(waiting)), _PATIENCE)
+                    found = await in_time(self._read(list(waiting)))
                 except Exception as failed:  # noqa: BLE001 - is given to whoever asked
                     _fail(waiting, failed)
                     continue
@@ -235,15 +237,20 @@ def _fail(waiting: Mapping[Any, list['asyncio.Future[Any]']], error: Exception) 
                 future.set_exception(error)
 
 
-async def in_time(work: Awaitable[T], seconds: float) -> T:
+async def in_time(work: Awaitable[T], seconds: float | None = None) -> T:
     """Awaits `work`, and cancels it each time so many seconds have passed.
 
     More than once, since what tidies up after a cancelled query may ask the same dead
     connection. For a task of our own: `asyncio.wait_for` would start another for each call.
 
+    Args:
+        work: What to do.
+        seconds: The limit; as long as a database may take for an answer when not given.
+
     Raises:
         TimeoutError: It was cancelled.
     """
+    seconds = _PATIENCE if seconds is None else seconds
     task = asyncio.current_task()
     assert task is not None  # noqa: S101 - for the type checker
     loop = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ from a2a.utils.errors import A2AError
 from sqlalchemy.pool import QueuePool
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background, SharedReads
+from cluster_subscribe.background import Background, SharedReads, in_time
 from cluster_subscribe.event_log.log import findable
 from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.protocol_errors import is_library_error
@@ -63,17 +63,26 @@ class TaskReader:
         )
         await slots.acquire()
         try:
-            task = self._background.start(
-                self._read(task_id, context),
-                f'read {task_id}',
-                copy_context() if variables is None else variables,
-            )
+            task = self._begin(task_id, context, variables)
         except BaseException:
             slots.release()
             raise
         # The query goes on when its client leaves, and so does its slot.
         task.add_done_callback(lambda _: slots.release())
         return await self._background.answer(task)
+
+    def _begin(
+        self, task_id: str, context: ServerCallContext, variables: Context | None = None
+    ) -> asyncio.Task[Look | None]:
+        return self._background.start(
+            self._read_in_time(task_id, context),
+            f'read {task_id}',
+            copy_context() if variables is None else variables,
+        )
+
+    async def _read_in_time(self, task_id: str, context: ServerCallContext) -> Look | None:
+        # Whoever waits for it may leave before a database that does not answer is given up.
+        return await in_time(self._read(task_id, context))
 
     async def read_shared(
         self, task_id: str, context: ServerCallContext, variables: Context | None = None
@@ -122,9 +131,14 @@ class TaskReader:
         return await self.read(task_id, context, variables)
 
     async def try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
-        """The task as stored; `None` also where it cannot be read."""
+        """The task as stored; `None` also where it cannot be read.
+
+        For a message or a cancel, which does not wait for the reads of streams.
+        """
+        if not findable(task_id):
+            return None
         try:
-            look = await self.read(task_id, context)
+            look = await self._background.answer(self._begin(task_id, context))
         except Exception:
             logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
             return None

@@ -11,7 +11,14 @@ from a2a.server.agent_execution import AgentExecutor
 from a2a.server.cluster import StoredTask, TaskVersion
 from a2a.server.context import ServerCallContext
 from a2a.server.request_handlers import DefaultRequestHandler
-from a2a.types import CancelTaskRequest, SubscribeToTaskRequest, Task, TaskState, TaskStatus
+from a2a.types import (
+    CancelTaskRequest,
+    SendMessageRequest,
+    SubscribeToTaskRequest,
+    Task,
+    TaskState,
+    TaskStatus,
+)
 from a2a.utils.errors import InternalError, TaskNotFoundError
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError, ProgrammingError
@@ -19,7 +26,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, background, wrap
 from cluster_subscribe.cli.lab import Decorate, Replica, ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
+from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster, user_message
 from cluster_subscribe.task_reader import reads_at_once
 from tests.memory import Memory, MemoryStore, MemoryStream
 
@@ -221,4 +228,48 @@ async def test_an_observation_that_fails_logs_no_words_of_the_database(
     assert (await snapshot(handler)).id == 't'
     assert 'could not be observed (OperationalError)' in caplog.text
     assert 'alice' not in caplog.text
+    await handler.aclose()
+
+
+@pytest.mark.parametrize('leaves', [True, False])
+async def test_reads_that_are_never_answered_make_room_for_the_next(
+    leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on half-open connections: their slots were never given back."""
+    monkeypatch.setattr(background, '_PATIENCE', 0.05)
+    memory = Memory()
+    store = Store(memory)
+    handler = await handler_over(store, memory)
+    store.go.clear()
+    clients = [asyncio.ensure_future(snapshot(handler)) for _ in range(reads_at_once(store))]
+    await turns_of_the_loop()
+    if leaves:
+        for client in clients:
+            client.cancel()
+    ends = await asyncio.gather(*clients, return_exceptions=True)
+    assert {type(end) for end in ends} == {asyncio.CancelledError if leaves else InternalError}
+    # Those that began before go on waiting.
+    store.go = asyncio.Event()
+    store.go.set()
+    assert (await asyncio.wait_for(snapshot(handler), 20)).id == 't'
+    await handler.aclose()
+
+
+async def test_a_message_does_not_wait_for_the_reads_of_streams() -> None:
+    memory = Memory()
+    store = Store(memory)
+    handler = await handler_over(store, memory)
+    store.go.clear()
+    clients = [asyncio.ensure_future(snapshot(handler)) for _ in range(reads_at_once(store) * 2)]
+    await turns_of_the_loop()
+    began = store.reads
+    message = user_message('done', Task(id='t'))
+    sent = asyncio.ensure_future(
+        handler.on_message_send(SendMessageRequest(message=message), caller())
+    )
+    await turns_of_the_loop()
+    assert store.reads == began + 1
+    sent.cancel()
+    store.go.set()
+    await asyncio.gather(*clients)
     await handler.aclose()

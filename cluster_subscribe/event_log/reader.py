@@ -272,7 +272,10 @@ class Reader:
                 log = logger.debug if failures else logger.warning
                 log('Wakeups of %s are lost (%s); the timer serves', self._log.table, _brief(error))
             else:
-                return
+                if not (self._watched or self._isolated):
+                    return
+                # Wanted again while it closed its connection.
+                continue
             failures += 1
             await self._closing.within(_pause(failures))
 
@@ -340,9 +343,18 @@ class Reader:
             return
         self.telemetry.round()
         await self._log.prepare()
+        # Before the database takes a snapshot: who asks later is answered by the next round.
+        confirming = {
+            subscriber
+            for task_id in woken
+            for subscriber in self._watched.get(task_id, ())
+            if subscriber.confirming
+        }
         async with self._log.connect(patience) as connection:
             ahead = await self._check(connection, woken) if check else {}
             drained = await self._read(connection, woken)
+            for subscriber in confirming & drained:
+                subscriber.confirm()
             if check and asyncio.get_running_loop().time() >= self._states_due:
                 await self._check_states(connection)
         if check and not woken:
@@ -373,7 +385,7 @@ class Reader:
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)
-            if task and task.owner == subscriber.owner and task.version >= cursor.version:
+            if task and subscriber.owner in (None, task.owner) and task.version >= cursor.version:
                 if task.version > cursor.version:
                     woken[subscriber.task_id] = None
                     ahead[subscriber] = task.version
@@ -421,13 +433,10 @@ class Reader:
         """
         drained: set[Subscriber] = set()
         planned: dict[Page, list[Subscriber]] = {}
-        confirming: set[Subscriber] = set()
         for task_id in woken:
             for subscriber in self._watched.get(task_id, ()):
                 if subscriber.waiting:
                     planned.setdefault(subscriber.page, []).append(subscriber)
-                    if subscriber.confirming:
-                        confirming.add(subscriber)
         decoded: dict[int, Event | None] = {}
 
         def decode(row: Row) -> Event | None:
@@ -450,8 +459,6 @@ class Reader:
                         drained.add(subscriber)
             if sum(map(_size, rows)) > _LARGE:
                 await asyncio.sleep(0)
-        for subscriber in confirming & drained:
-            subscriber.confirm()
         return drained
 
     def _event(self, row: Row) -> Event | None:

@@ -158,6 +158,9 @@ class Subscriber:
             if len(self._buffer) >= self._limit or self._bytes >= _MAX_BYTES:
                 self.behind = True
                 break
+            if self.owner is None and not self._strict:
+                # There was no task yet: whoever creates it owns it.
+                self.owner = row.owner
             if row.owner != self.owner or row.cursor.seq <= self.floor:
                 continue
             hole = row.cursor.version > self.cursor.version + 1 and self.cursor.version
@@ -174,9 +177,12 @@ class Subscriber:
         if self._buffer:
             self.behind = self.behind or more
             self._wake()
-        elif more:
-            # Nothing in a whole page was for this stream: the store has to say.
+        elif more and self._strict:
+            # Nothing in a whole page was for this stream: the store has to say, and has the log
+            # read again. Until the stream looks, the page would be the same.
             self.doubt()
+        elif more and rows:
+            self.cursor = rows[-1].cursor
             self.reader.more(self.task_id)
 
     def doubt(self) -> None:
