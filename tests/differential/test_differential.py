@@ -1,6 +1,5 @@
 """Every way of building an app plays its scenes bare and wrapped."""
 
-import asyncio
 import re
 
 from collections.abc import Callable
@@ -12,12 +11,10 @@ from a2a.server.request_handlers import RequestHandler
 from sqlalchemy.pool import NullPool
 
 from cluster_subscribe import Settings, UnsupportedHandlerError, wrap
-from cluster_subscribe.cli.lab import FAULTS, Cluster, Fault, Parts, Watch
-from cluster_subscribe.cli.lab.cluster import settle
+from cluster_subscribe.cli.lab import FAULTS, Fault, Parts
 from tests.differential.engines import engine
 from tests.differential.handlers import Untouched
 from tests.differential.play import play, side_by_side
-from tests.differential.scenes import outside_writer
 from tests.differential.ways import WAYS, Way, pass_through
 
 SETTINGS = Settings(poll_interval=0.05, reconcile_interval=0.5)
@@ -91,36 +88,3 @@ async def test_what_is_healed_is_healed_in_an_elaborate_app(fault: Fault, sqlite
         decorate=lambda handler: wrap(handler, settings=SETTINGS),
     )
     assert outcome.right, outcome.timelines
-
-
-@pytest.mark.cancels_queries
-# A loop that is closed in mid-query leaves the thread of aiosqlite without one.
-@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
-@pytest.mark.parametrize('wrapped', [False, True])
-def test_one_handler_serves_one_loop_after_another(wrapped: bool, sqlite_url: str) -> None:
-    """As a program does that calls `asyncio.run()` again; a stream is open when a loop ends."""
-    lab = Cluster(
-        sqlite_url,
-        parts=ELABORATE,
-        decorate=lambda handler: wrap(handler, settings=SETTINGS) if wrapped else handler,
-    )
-    timelines = []
-
-    async def serve() -> None:
-        await lab.a.store.initialize()
-        (seen,) = await outside_writer(lab)
-        assert isinstance(seen.by, Watch)
-        await settle([seen.by], seen.right, 20)
-        timelines.append(seen.by.timeline)
-        await lab.c.watch(await lab.a.turn('work ret'))
-
-    async def close() -> None:
-        await lab.aclose()
-
-    for _ in range(2):
-        asyncio.run(serve())
-        for replica in lab.replicas:
-            replica._watches.clear()
-            replica._turns.clear()
-    asyncio.run(close())
-    assert timelines == [('Task(WORKING)', 'COMPLETED', 'closed')] * 2
