@@ -15,7 +15,7 @@ from cluster_subscribe.errors import (
 )
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.handler import ClusterSubscribeHandler
-from cluster_subscribe.local_task import Verdict
+from cluster_subscribe.local_state import Verdict
 from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, Wakeup
 from cluster_subscribe.telemetry import Statistics, TailStatistics
 from cluster_subscribe.wrapping import wrap

@@ -31,13 +31,12 @@ from a2a.utils.errors import TaskNotFoundError, UnsupportedOperationError
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.event_log import SharedTailEventStream
-from cluster_subscribe.eviction import Eviction
 from cluster_subscribe.executor_seam import ExecutorSeam
-from cluster_subscribe.local_subscription import LocalSubscription
-from cluster_subscribe.local_task import Verdict
+from cluster_subscribe.local_state import Verdict
+from cluster_subscribe.local_tasks import Eviction
 from cluster_subscribe.protocol_errors import protocol_error
 from cluster_subscribe.settings import Mode, Settings
-from cluster_subscribe.subscription import (
+from cluster_subscribe.subscription.follow import (
     TERMINAL_STATES,
     Feed,
     Look,
@@ -45,6 +44,7 @@ from cluster_subscribe.subscription import (
     StreamFeed,
     follow,
 )
+from cluster_subscribe.subscription.local_stream import LocalSubscription
 from cluster_subscribe.task_reader import TaskReader
 from cluster_subscribe.telemetry import Statistics, Telemetry
 

@@ -19,7 +19,7 @@ from a2a.server.events import Event
 from a2a.types import TaskStatusUpdateEvent
 
 from cluster_subscribe.errors import EventStreamEndedError
-from cluster_subscribe.local_task import Verdict
+from cluster_subscribe.local_state import Verdict
 
 try:
     from opentelemetry import metrics, trace

@@ -28,7 +28,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream, wrap
-from cluster_subscribe.cli.lab import Decorate
+from cluster_subscribe._testing import Decorate
 from tests.writer import Writer
 
 

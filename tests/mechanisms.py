@@ -64,7 +64,7 @@ def _mechanism(what: str, file: str, old: str, new: str, *tests: str) -> Mechani
     return Mechanism(what, file, old, new, tests)
 
 
-_LOG: Final = 'event_log/log.py'
+_LOG: Final = 'event_log/queries.py'
 _READER: Final = 'event_log/reader.py'
 _SUBSCRIBER: Final = 'event_log/subscriber.py'
 _LISTEN: Final = 'event_log/wakeup/postgresql.py'
@@ -214,7 +214,7 @@ MECHANISMS: Final = (
     # Subscriptions that leave.
     _mechanism(
         'who leaves is forgotten',
-        'subscription.py',
+        'subscription/follow.py',
         '            feed.close()',
         '            pass',
         'test_leaks.py::test_in_process_nothing_is_left',

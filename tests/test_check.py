@@ -25,6 +25,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Mode, Settings, wrap
+from cluster_subscribe._testing import FAULTS, Cluster, Fault, Watch
 from cluster_subscribe.cli import main
 from cluster_subscribe.cli.check import check as command
 from cluster_subscribe.cli.check import play as playing
@@ -32,7 +33,6 @@ from cluster_subscribe.cli.check import sandbox
 from cluster_subscribe.cli.check.play import Patience, Play, Row
 from cluster_subscribe.cli.check.words import verdict, wrongs
 from cluster_subscribe.cli.ending import Failure
-from cluster_subscribe.cli.lab import FAULTS, Cluster, Fault, Watch
 
 SDK = version('a2a-sdk')
 IMPATIENT = Patience(stock=0.3, wrapped=0.5)

@@ -21,10 +21,10 @@ from sqlalchemy import event as sqlalchemy_event
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import EventStreamEndedError, SharedTailEventStream
-from cluster_subscribe.cli.lab import Cluster, Decorate, label
-from cluster_subscribe.cli.lab.cluster import Replica, caller, cluster
+from cluster_subscribe._testing import Cluster, Decorate, label
+from cluster_subscribe._testing.cluster import Replica, caller, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
-from cluster_subscribe.event_log.log import EventLog
+from cluster_subscribe.event_log.queries import EventLog
 from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 NO_POOL = {'poolclass': NullPool}

@@ -6,7 +6,7 @@ import pytest
 
 from a2a.server.cluster import DatabaseTaskEventStream
 
-from cluster_subscribe.cli.lab import FAULTS, Decorate, Fault
+from cluster_subscribe._testing import FAULTS, Decorate, Fault
 
 by_number = pytest.mark.parametrize('fault', FAULTS, ids=lambda fault: fault.number)
 

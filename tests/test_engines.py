@@ -31,10 +31,10 @@ from cluster_subscribe import (
     UnsupportedHandlerError,
     wrap,
 )
-from cluster_subscribe.cli.lab import ScriptedAgent, Watch
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster, user_message
+from cluster_subscribe._testing import ScriptedAgent, Watch
+from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
 from cluster_subscribe.engines import has_hooks
-from cluster_subscribe.event_log.log import EventLog
+from cluster_subscribe.event_log.queries import EventLog
 from tests.writer import Writer, eventually, take, wrapping
 
 LIMIT = 20.0

@@ -38,11 +38,11 @@ from cluster_subscribe import (
     SharedTailEventStream,
     sdk,
 )
-from cluster_subscribe.cli.lab import Cluster, Decorate, label
-from cluster_subscribe.cli.lab.cluster import caller, cluster
-from cluster_subscribe.event_log import log as event_log
+from cluster_subscribe._testing import Cluster, Decorate, label
+from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe.event_log import queries as event_log
 from cluster_subscribe.event_log import reader as event_log_reader
-from cluster_subscribe.event_log.log import Cursor, EventLog, Page
+from cluster_subscribe.event_log.queries import Cursor, EventLog, Page
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup

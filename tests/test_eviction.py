@@ -31,8 +31,8 @@ from a2a.types import (
 from a2a.utils.errors import A2AError
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
-from cluster_subscribe.cli.lab import Cluster, Decorate, Replica
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster, user_message
+from cluster_subscribe._testing import Cluster, Decorate, Replica
+from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
 from tests.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 
 SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))

@@ -32,8 +32,8 @@ from hypothesis import strategies as st
 from sqlalchemy import text
 
 from cluster_subscribe import SharedTailEventStream
-from cluster_subscribe.cli.lab import Cluster, Watch, agent
-from cluster_subscribe.cli.lab.cluster import caller, cluster
+from cluster_subscribe._testing import Cluster, Watch, agent
+from cluster_subscribe._testing.cluster import caller, cluster
 from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 fuzz = settings(

@@ -19,8 +19,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, wrap
-from cluster_subscribe.cli.lab import Cluster
-from cluster_subscribe.cli.lab.cluster import caller, cluster
+from cluster_subscribe._testing import Cluster
+from cluster_subscribe._testing.cluster import caller, cluster
 
 
 @pytest.fixture

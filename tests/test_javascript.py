@@ -14,8 +14,8 @@ import pytest
 
 from a2a.types import Task
 
-from cluster_subscribe.cli.lab import Cluster, Decorate
-from cluster_subscribe.cli.lab.cluster import agent_card, cluster
+from cluster_subscribe._testing import Cluster, Decorate
+from cluster_subscribe._testing.cluster import agent_card, cluster
 from tests.wire import app, web
 
 PROGRAM = Path(__file__).parent / 'javascript'

@@ -32,10 +32,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 
 from cluster_subscribe import ClusterSubscribeHandler
-from cluster_subscribe.cli.lab import Cluster, Replica
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
+from cluster_subscribe._testing import Cluster, Replica
+from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from cluster_subscribe.event_log.subscriber import Subscriber
-from cluster_subscribe.subscription import _Course
+from cluster_subscribe.subscription.follow import _Course
 from tests.writer import BACKSTOP, Writer, eventually, wrapping
 
 ASKED = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SUBSCRIPTIONS', '0'))

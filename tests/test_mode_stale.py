@@ -9,8 +9,8 @@ import pytest
 from a2a.types import SubscribeToTaskRequest
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, Verdict, wrap
-from cluster_subscribe.cli.lab import Decorate, Replica
-from cluster_subscribe.cli.lab.cluster import caller, cluster
+from cluster_subscribe._testing import Decorate, Replica
+from cluster_subscribe._testing.cluster import caller, cluster
 
 
 def stale(**settings: Any) -> Decorate:

@@ -38,10 +38,10 @@ from cluster_subscribe import (
     background,
     wrap,
 )
-from cluster_subscribe.cli.lab import Cluster, Decorate, Watch, label
-from cluster_subscribe.cli.lab.cluster import Replica, cluster
+from cluster_subscribe._testing import Cluster, Decorate, Watch, label
+from cluster_subscribe._testing.cluster import Replica, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
-from cluster_subscribe.event_log.log import EventLog
+from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import Wakeup

@@ -27,9 +27,9 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.applications import Starlette
 
 from cluster_subscribe import Settings, SharedTailEventStream, wrap
-from cluster_subscribe.cli.lab import Cluster, label
-from cluster_subscribe.cli.lab.agent import ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
+from cluster_subscribe._testing import Cluster, label
+from cluster_subscribe._testing.agent import ScriptedAgent
+from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from tests.writer import BACKSTOP, Writer, eventually, wrapping
 
 FOREIGNERS = ['somebody', 'USER', 'User', 'user ', ' user', 'üser', 'user\t', 'user😀', '']

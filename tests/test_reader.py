@@ -11,9 +11,9 @@ from a2a.server.cluster import TaskVersion
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream
+from cluster_subscribe._testing import label
 from cluster_subscribe.background import Background, SharedReads
-from cluster_subscribe.cli.lab import label
-from cluster_subscribe.event_log.log import EventLog
+from cluster_subscribe.event_log.queries import EventLog
 from tests.writer import BACKSTOP, Writer, eventually, take
 
 

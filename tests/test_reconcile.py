@@ -19,9 +19,9 @@ from a2a.utils.errors import A2AError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
-from cluster_subscribe.cli.lab import label
-from cluster_subscribe.cli.lab.agent import ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import agent_card, caller, cluster
+from cluster_subscribe._testing import label
+from cluster_subscribe._testing.agent import ScriptedAgent
+from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from cluster_subscribe.event_log.subscriber import Subscriber
 from tests.writer import BACKSTOP, Writer, eventually, wrapping
 

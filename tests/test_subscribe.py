@@ -36,8 +36,8 @@ from cluster_subscribe import (
     Verdict,
     wrap,
 )
-from cluster_subscribe.cli.lab import Cluster, Decorate, Replica
-from cluster_subscribe.cli.lab.cluster import caller, cluster
+from cluster_subscribe._testing import Cluster, Decorate, Replica
+from cluster_subscribe._testing.cluster import caller, cluster
 
 
 class OwnStream(DatabaseTaskEventStream):

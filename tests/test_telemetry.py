@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster_subscribe import Verdict, telemetry
-from cluster_subscribe.cli.lab import Decorate
-from cluster_subscribe.cli.lab.cluster import caller, cluster
+from cluster_subscribe._testing import Decorate
+from cluster_subscribe._testing.cluster import caller, cluster
 from cluster_subscribe.telemetry import METRICS, Telemetry
 
 Measured = dict[tuple[str, str], Any]

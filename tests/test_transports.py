@@ -23,8 +23,8 @@ from sqlalchemy.exc import ProgrammingError
 from sse_starlette import EventSourceResponse
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe.cli.lab import FAULTS, Cluster, Decorate, Watch
-from cluster_subscribe.cli.lab.cluster import Reach, cluster, settle
+from cluster_subscribe._testing import FAULTS, Cluster, Decorate, Watch
+from cluster_subscribe._testing.cluster import Reach, cluster, settle
 from tests.test_contract import healed
 from tests.wire import TRANSPORTS, USER, Transport, balanced, direct, http_client, serve
 

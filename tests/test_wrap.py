@@ -33,8 +33,8 @@ from cluster_subscribe import (
     sdk,
     wrap,
 )
-from cluster_subscribe.cli.lab import ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import agent_card
+from cluster_subscribe._testing import ScriptedAgent
+from cluster_subscribe._testing.cluster import agent_card
 from cluster_subscribe.sdk import PRIVATE_ATTRIBUTES, PrivateAttribute
 from tests.meet import is_there
 
@@ -316,8 +316,8 @@ def test_a_method_that_a_later_sdk_adds_is_delegated() -> None:
         from a2a.server.cluster import DatabaseTaskEventStream, VersionedDatabaseTaskStore
         from sqlalchemy.ext.asyncio import create_async_engine
         from cluster_subscribe import wrap
-        from cluster_subscribe.cli.lab import ScriptedAgent
-        from cluster_subscribe.cli.lab.cluster import agent_card
+        from cluster_subscribe._testing import ScriptedAgent
+        from cluster_subscribe._testing.cluster import agent_card
 
         engine = create_async_engine('sqlite+aiosqlite:///never-opened.db')
         stock = DefaultRequestHandler(

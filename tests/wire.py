@@ -44,8 +44,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster_subscribe.cli.lab import Cluster
-from cluster_subscribe.cli.lab.cluster import Door, Reach, agent_card, caller
+from cluster_subscribe._testing import Cluster
+from cluster_subscribe._testing.cluster import Door, Reach, agent_card, caller
 
 USER: Final = 'x-user'
 """The header, or key of the metadata, that names the caller."""

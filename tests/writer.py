@@ -11,8 +11,8 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe.cli.lab import Decorate, label
-from cluster_subscribe.cli.lab.cluster import caller
+from cluster_subscribe._testing import Decorate, label
+from cluster_subscribe._testing.cluster import caller
 from cluster_subscribe.event_log.subscriber import Subscriber
 
 BACKSTOP = 60

@@ -23,7 +23,7 @@ from cluster_subscribe.background import Background, SharedReads, Signal
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log.connection import prepared_elsewhere
-from cluster_subscribe.event_log.log import PATIENCE, Cursor, EventLog, Page, Row, Stored
+from cluster_subscribe.event_log.queries import PATIENCE, Cursor, EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import NEVER, Current, Subscriber
 from cluster_subscribe.event_log.wakeup import Wakeup
 from cluster_subscribe.settings import Settings

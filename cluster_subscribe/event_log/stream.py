@@ -16,7 +16,7 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.engines import shared_connection
 from cluster_subscribe.errors import EventStreamEndedError, UnsupportedHandlerError
-from cluster_subscribe.event_log.log import Cursor, EventLog, Stored, findable
+from cluster_subscribe.event_log.queries import Cursor, EventLog, Stored, findable
 from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for

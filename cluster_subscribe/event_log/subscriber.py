@@ -13,7 +13,7 @@ from a2a.types import Task, TaskState, TaskStatusUpdateEvent
 from a2a.utils.errors import TaskNotFoundError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.event_log.log import Cursor, Page, Row, Stored
+from cluster_subscribe.event_log.queries import Cursor, Page, Row, Stored
 
 Decode = Callable[[Row], Event | None]
 """Gives the event of a row, `None` if it cannot be decoded."""

@@ -22,8 +22,8 @@ from sqlalchemy import event, make_url, select, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, StaticPool
 
-from cluster_subscribe.cli.lab import Parts
-from cluster_subscribe.cli.lab.cluster import caller
+from cluster_subscribe._testing import Parts
+from cluster_subscribe._testing.cluster import caller
 
 
 def engine(**options: Any) -> Parts:

@@ -24,7 +24,7 @@ from a2a.types import (
 )
 from a2a.utils.errors import UnsupportedOperationError
 
-from cluster_subscribe.cli.lab import Gates, ScriptedAgent, label
+from cluster_subscribe._testing import Gates, ScriptedAgent, label
 
 
 class Untouched(DefaultRequestHandler):

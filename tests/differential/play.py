@@ -11,8 +11,8 @@ from a2a.server.request_handlers import RequestHandler
 from a2a.types import ListTasksRequest
 from sqlalchemy import func, select
 
-from cluster_subscribe.cli.lab import Cluster, Parts, Watch
-from cluster_subscribe.cli.lab.cluster import caller, cluster, matches, settle
+from cluster_subscribe._testing import Cluster, Parts, Watch
+from cluster_subscribe._testing.cluster import caller, cluster, matches, settle
 from tests.differential.scenes import Scene, described
 
 

@@ -27,9 +27,9 @@ from a2a.types import (
 from a2a.utils.errors import A2AError
 
 from cluster_subscribe import ClusterSubscribeHandler
-from cluster_subscribe.cli.lab import Cluster, Replica, Watch
-from cluster_subscribe.cli.lab.cluster import caller, user_message
-from cluster_subscribe.cli.lab.faults import Told
+from cluster_subscribe._testing import Cluster, Replica, Watch
+from cluster_subscribe._testing.cluster import caller, user_message
+from cluster_subscribe._testing.faults import Told
 from tests.differential.handlers import Lively, Recorder
 
 BACKSTOP = 30

@@ -11,7 +11,7 @@ from a2a.server.request_handlers import RequestHandler
 from sqlalchemy.pool import NullPool
 
 from cluster_subscribe import Settings, UnsupportedHandlerError, wrap
-from cluster_subscribe.cli.lab import FAULTS, Fault, Parts
+from cluster_subscribe._testing import FAULTS, Fault, Parts
 from tests.differential.engines import engine
 from tests.differential.handlers import Untouched
 from tests.differential.play import play, side_by_side

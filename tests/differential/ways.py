@@ -16,7 +16,7 @@ from a2a.server.tasks import InMemoryPushNotificationConfigStore
 from sqlalchemy.pool import NullPool
 
 from cluster_subscribe import wrap
-from cluster_subscribe.cli.lab import Parts
+from cluster_subscribe._testing import Parts
 from tests.differential import scenes
 from tests.differential.engines import (
     SharedVisibility,

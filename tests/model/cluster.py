@@ -25,8 +25,8 @@ from sqlalchemy import Insert, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
-from cluster_subscribe.cli.lab import Cluster, Replica, Watch
-from cluster_subscribe.cli.lab.cluster import Turn, caller
+from cluster_subscribe._testing import Cluster, Replica, Watch
+from cluster_subscribe._testing.cluster import Turn, caller
 from cluster_subscribe.settings import CloseOn, Evict, Wakeup
 from tests.model.model import TERMINAL, Client, Life, Row, Seen
 

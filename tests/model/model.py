@@ -12,7 +12,7 @@ from typing import Final
 from a2a.server.events import Event
 from a2a.types import Role, Task, TaskArtifactUpdateEvent, TaskState, TaskStatusUpdateEvent
 
-from cluster_subscribe.cli.lab import label
+from cluster_subscribe._testing import label
 
 TERMINAL: Final = frozenset(
     {

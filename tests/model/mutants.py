@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-from cluster_subscribe import eviction, local_task, subscription
-from cluster_subscribe.event_log import log, reader, stream, subscriber
+from cluster_subscribe import local_state as local_task
+from cluster_subscribe import local_tasks as eviction
+from cluster_subscribe.event_log import queries as log
+from cluster_subscribe.event_log import reader, stream, subscriber
+from cluster_subscribe.subscription import follow as subscription
 from tests.mechanisms import replaced
 from tests.model.__main__ import database
 from tests.model.machine import run, world

@@ -5,12 +5,12 @@ from importlib.util import find_spec
 from shutil import get_terminal_size
 from typing import Final
 
+from cluster_subscribe._testing import FAULTS, Decorate, Fault
 from cluster_subscribe.cli.check.play import WRAP, Patience, play
 from cluster_subscribe.cli.check.report import Report
 from cluster_subscribe.cli.check.sandbox import sandbox
 from cluster_subscribe.cli.database import find
 from cluster_subscribe.cli.ending import BROKEN, RIGHT, Failure
-from cluster_subscribe.cli.lab import FAULTS, Decorate, Fault
 from cluster_subscribe.cli.progress import progress
 
 _PIPED: Final = 100

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any, Final
 
 from cluster_subscribe import Settings, wrap
+from cluster_subscribe._testing import Decorate, Fault, Outcome
 from cluster_subscribe.cli.check.sandbox import Sandbox
 from cluster_subscribe.cli.ending import reason
-from cluster_subscribe.cli.lab import Decorate, Fault, Outcome
 
 WRAP: Final[Decorate] = partial(wrap, settings=Settings.model_construct(reconcile_interval=1.0))
 """The decorator as it is by default, whatever the environment says."""

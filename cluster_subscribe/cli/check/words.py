@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
+from cluster_subscribe._testing.cluster import matches
 from cluster_subscribe.cli.check.play import Play, Row
-from cluster_subscribe.cli.lab.cluster import matches
 
 _NAMED: Final = 3
 """Replicas, events and remarks that are named before the rest are counted."""

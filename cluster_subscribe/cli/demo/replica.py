@@ -25,8 +25,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.applications import Starlette
 
 from cluster_subscribe import wrap
-from cluster_subscribe.cli.lab import ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import agent_card
+from cluster_subscribe._testing import ScriptedAgent
+from cluster_subscribe._testing.cluster import agent_card
 
 
 def application(database_url: str, port: int) -> Starlette:

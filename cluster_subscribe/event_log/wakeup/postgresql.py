@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import Signal, in_time
-from cluster_subscribe.event_log.log import findable
+from cluster_subscribe.event_log.queries import findable
 from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 logger = logging.getLogger(__name__)

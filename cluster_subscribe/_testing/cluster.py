@@ -35,8 +35,8 @@ from a2a.types import (
 )
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from cluster_subscribe.cli.lab.agent import CHUNKS, Gates, ScriptedAgent
-from cluster_subscribe.cli.lab.parts import Parts
+from cluster_subscribe._testing.agent import CHUNKS, Gates, ScriptedAgent
+from cluster_subscribe._testing.parts import Parts
 
 Decorate = Callable[[RequestHandler], RequestHandler]
 

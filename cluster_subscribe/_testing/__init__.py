@@ -4,10 +4,10 @@ The command line and the test suite play the same scenes here, so that each faul
 is written once.
 """
 
-from cluster_subscribe.cli.lab.agent import Gates, ScriptedAgent
-from cluster_subscribe.cli.lab.cluster import Cluster, Decorate, Replica, Watch, label
-from cluster_subscribe.cli.lab.faults import FAULTS, Fault, Outcome
-from cluster_subscribe.cli.lab.parts import Parts
+from cluster_subscribe._testing.agent import Gates, ScriptedAgent
+from cluster_subscribe._testing.cluster import Cluster, Decorate, Replica, Watch, label
+from cluster_subscribe._testing.faults import FAULTS, Fault, Outcome
+from cluster_subscribe._testing.parts import Parts
 
 __all__ = [
     'FAULTS',

@@ -11,7 +11,7 @@ from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.server.tasks import PushNotificationSender
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.cli.lab.agent import Gates
+from cluster_subscribe._testing.agent import Gates
 
 
 def _anybody(user: str) -> AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from a2a.types import Task, TaskState
 
 from cluster_subscribe import ClusterSubscribeHandler, sdk
-from cluster_subscribe.cli.lab.cluster import (
+from cluster_subscribe._testing.cluster import (
     Cluster,
     Watch,
     caller,

@@ -20,10 +20,10 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.executor_seam import ExecutorSeam
-from cluster_subscribe.local_task import Verdict, judge, superseded, unregister
+from cluster_subscribe.local_state import Verdict, judge, superseded, unregister
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
-from cluster_subscribe.subscription import TERMINAL_STATES
+from cluster_subscribe.subscription.follow import TERMINAL_STATES
 from cluster_subscribe.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)

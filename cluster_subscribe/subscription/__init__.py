@@ -1,0 +1,1 @@
+"""One stream: what it delivers, what it skips, and what ends it."""
