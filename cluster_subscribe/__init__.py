@@ -3,7 +3,7 @@
 A stream opened through a wrapped handler is *the task as stored at version V,
 then the event log after V*. A subscriber never misses an event that follows its
 snapshot and never sees one twice, whichever replica it asked and whichever
-replica produced the event. The task store is the judge, the event log the only
+replica produced the event. The task store is authoritative, the event log the only
 source of events; a replica's memory is at most a hint to look sooner.
 """
 
@@ -15,8 +15,8 @@ from cluster_subscribe.errors import (
 )
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.handler import ClusterSubscribeHandler
-from cluster_subscribe.local_state import Verdict
-from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, Wakeup
+from cluster_subscribe.local_state import LocalState
+from cluster_subscribe.settings import CloseOn, Evict, Mode, Settings, WakeupMode
 from cluster_subscribe.telemetry import Statistics, TailStatistics
 from cluster_subscribe.wrapping import wrap
 
@@ -26,6 +26,7 @@ __all__ = [
     'ClusterSubscribeHandler',
     'EventStreamEndedError',
     'Evict',
+    'LocalState',
     'Mode',
     'Settings',
     'SettingsError',
@@ -33,7 +34,6 @@ __all__ = [
     'Statistics',
     'TailStatistics',
     'UnsupportedHandlerError',
-    'Verdict',
-    'Wakeup',
+    'WakeupMode',
     'wrap',
 ]

@@ -32,14 +32,14 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.executor_seam import ExecutorSeam
-from cluster_subscribe.local_state import Verdict
+from cluster_subscribe.local_state import LocalState
 from cluster_subscribe.local_tasks import Eviction
 from cluster_subscribe.protocol_errors import protocol_error
 from cluster_subscribe.settings import Mode, Settings
 from cluster_subscribe.subscription.follow import (
     TERMINAL_STATES,
     Feed,
-    Look,
+    OwnedTask,
     Source,
     StreamFeed,
     follow,
@@ -243,7 +243,7 @@ class ClusterSubscribeHandler(_Base):
         # A transport may read on from another task than the request's.
         variables = copy_context()
 
-        async def read() -> Look | None:
+        async def read() -> OwnedTask | None:
             return await self.__reader.read_shared(task_id, context, variables)
 
         if sdk.streaming(self.__wrapped) is False:
@@ -252,9 +252,9 @@ class ClusterSubscribeHandler(_Base):
             try:
                 look = await read()
                 if look and look.stored.task.status.state not in TERMINAL_STATES:
-                    verdict = self.__eviction.check(look.stored)
-                    if verdict is not Verdict.ABSENT:
-                        self.__telemetry.redirected(task_id, verdict, observed=True)
+                    local_state = self.__eviction.check(look.stored)
+                    if local_state is not LocalState.ABSENT:
+                        self.__telemetry.redirected(task_id, local_state, observed=True)
             except Exception as error:
                 logger.warning(
                     'Task %s could not be observed (%s)',
@@ -273,12 +273,12 @@ class ClusterSubscribeHandler(_Base):
             raise UnsupportedOperationError(
                 f'Task {task_id} is in terminal state: {TaskState.Name(stored.task.status.state)}'
             )
-        verdict = self.__eviction.check(stored)
+        local_state = self.__eviction.check(stored)
         source = self.__source(stored.task.id, owner, read, variables)
-        if self.__settings.mode is Mode.STALE and verdict is Verdict.LIVE:
+        if self.__settings.mode is Mode.STALE and local_state is LocalState.LIVE:
             return self.__delegate(params, context, source)
-        if verdict is not Verdict.ABSENT:
-            self.__telemetry.redirected(task_id, verdict)
+        if local_state is not LocalState.ABSENT:
+            self.__telemetry.redirected(task_id, local_state)
 
         return self.__follow(stored, source)
 
@@ -286,7 +286,7 @@ class ClusterSubscribeHandler(_Base):
         self,
         task_id: str,
         owner: str | None,
-        read: Callable[[], Awaitable[Look | None]],
+        read: Callable[[], Awaitable[OwnedTask | None]],
         variables: Context,
     ) -> Source:
         def open_feed(version: TaskVersion, state: TaskState) -> Feed:
@@ -325,7 +325,7 @@ class ClusterSubscribeHandler(_Base):
                         stored = await self.__eviction.overtaken(task_id, read)
             finally:
                 feed.close()
-        self.__telemetry.redirected(task_id, Verdict.STALE)
+        self.__telemetry.redirected(task_id, LocalState.STALE)
         if stored.task.status.state in TERMINAL_STATES:
             yield stored.task
             return

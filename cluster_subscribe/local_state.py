@@ -16,7 +16,7 @@ from cluster_subscribe.executor_seam import ExecutorSeam
 from cluster_subscribe.sdk import LocalTask
 
 
-class Verdict(str, Enum):
+class LocalState(str, Enum):
     """How this replica's memory of a task stands to the store."""
 
     ABSENT = 'absent'
@@ -29,7 +29,7 @@ class Verdict(str, Enum):
     """Nothing runs here, and the store has gone on without this replica (faults F1, F2, F9)."""
 
 
-def judge(local: LocalTask | None, stored: TaskVersion, *, arriving: bool) -> Verdict:
+def classify(local: LocalTask | None, stored: TaskVersion, *, message_arriving: bool) -> LocalState:
     """Compares a replica's memory with the store.
 
     In flight is asked before the versions: a running turn drops its cached copy at
@@ -38,19 +38,19 @@ def judge(local: LocalTask | None, stored: TaskVersion, *, arriving: bool) -> Ve
     Args:
         local: What this replica's memory holds.
         stored: The version the store holds.
-        arriving: Whether a message for the task is on its way to its queue.
+        message_arriving: Whether a message for the task is on its way to its queue.
     """
     if local is None:
-        return Verdict.ABSENT
-    if local.in_flight or arriving:
-        return Verdict.LIVE
-    return Verdict.STALE if superseded(local, stored) else Verdict.IDLE
+        return LocalState.ABSENT
+    if local.turn_running or message_arriving:
+        return LocalState.LIVE
+    return LocalState.STALE if is_superseded(local, stored) else LocalState.IDLE
 
 
-def superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
+def is_superseded(local: LocalTask, stored: TaskVersion | None) -> bool:
     """Whether the store has gone on from what a replica's memory holds, or lost the task.
 
-    A lower version is one of a later life: the task was deleted and made anew.
+    A lower version is one of a later incarnation: the task was deleted and recreated.
 
     Args:
         local: What this replica's memory holds.
@@ -78,7 +78,7 @@ def unregister(
     """
     if not (_is_left(local, turns) if local.finished else _is_overtaken(local, stored, turns)):
         return False
-    return sdk.take_out(handler, local.active)
+    return sdk.unregister(handler, local.active)
 
 
 def _is_left(local: LocalTask, turns: ExecutorSeam | None) -> bool:
@@ -99,8 +99,8 @@ def _is_left(local: LocalTask, turns: ExecutorSeam | None) -> bool:
 
 def _is_overtaken(local: LocalTask, stored: TaskVersion | None, turns: ExecutorSeam | None) -> bool:
     return (
-        local.at_rest
-        and superseded(local, stored)
+        local.is_unused
+        and is_superseded(local, stored)
         and turns is not None
         # Its copy stays as well: by its old version the SDK sees that what the writer emits
         # next is late, and does not put it over the end of the task.

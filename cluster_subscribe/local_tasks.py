@@ -20,7 +20,7 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, Signal
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.executor_seam import ExecutorSeam
-from cluster_subscribe.local_state import Verdict, judge, superseded, unregister
+from cluster_subscribe.local_state import LocalState, classify, is_superseded, unregister
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
 from cluster_subscribe.subscription.follow import TERMINAL_STATES
@@ -77,17 +77,17 @@ class Eviction:
     def turn_running(self, task_id: str) -> bool:
         """Whether a turn of the task runs here, or is about to."""
         local = sdk.local_task(self._handler, task_id)
-        return task_id in self._arriving or (local is not None and local.in_flight)
+        return task_id in self._arriving or (local is not None and local.turn_running)
 
-    def check(self, stored: StoredTask) -> Verdict:
+    def check(self, stored: StoredTask) -> LocalState:
         """Compares this replica's memory with the stored task, and evicts what is superseded."""
         task_id = stored.task.id
         local = sdk.local_task(self._handler, task_id)
-        verdict = judge(local, stored.version, arriving=task_id in self._arriving)
-        self._telemetry.checked(task_id, verdict, stored.version)
+        local_state = classify(local, stored.version, message_arriving=task_id in self._arriving)
+        self._telemetry.checked(task_id, local_state, stored.version)
         if local is not None:
             self.evict(local, stored.version)
-        return verdict
+        return local_state
 
     def evict(self, local: LocalTask, stored: TaskVersion | None) -> bool:
         """Lets an `ActiveTask` go, if it may; `False` if not. Nothing here waits."""
@@ -120,7 +120,7 @@ class Eviction:
         except A2AError:
             raise
         except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
-            self._telemetry.look_failed(task_id, error)
+            self._telemetry.reconcile_failed(task_id, error)
             return None
         if version != self._version_at_rest(task_id):
             return None
@@ -151,9 +151,9 @@ class Eviction:
             if stored.task.status.state in TERMINAL_STATES:
                 # The SDK refuses, and by its old copy what the agent emits late.
                 return
-            if not superseded(local, stored.version) or self.evict(local, stored.version):
+            if not is_superseded(local, stored.version) or self.evict(local, stored.version):
                 return
-            if local.version == seen or not local.in_flight:
+            if local.version == seen or not local.turn_running:
                 sdk.forget_copy(local.active)
                 return
             seen = local.version
@@ -188,7 +188,7 @@ class Eviction:
         idle = [
             local
             for local in held
-            if local.at_rest and not local.finished and not local.version.is_missing
+            if local.is_unused and not local.finished and not local.version.is_missing
         ]
         stored = await self._stored_versions(idle)
         closed = 0

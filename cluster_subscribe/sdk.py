@@ -109,7 +109,7 @@ class LocalTask(NamedTuple):
     executor: AgentExecutor
     event_queue: EventQueue
     """What its agent writes to."""
-    in_flight: bool
+    turn_running: bool
     """Whether a turn runs in it or waits for its turn to run."""
     finished: bool
     """Whether it will never run one again. Its last one may still run."""
@@ -121,7 +121,7 @@ class LocalTask(NamedTuple):
     """Whether its event queue holds an event that was not stored and sent on yet."""
     read: bool
     """Whether somebody reads from it."""
-    at_rest: bool
+    is_unused: bool
     """Whether nobody uses it: no turn, none waiting or half taken up, no event, no reader."""
 
 
@@ -188,13 +188,13 @@ def _look_at(active: ActiveTask) -> LocalTask:
         version=active._task_manager.current_version,
         executor=active._agent_executor,
         event_queue=events,
-        in_flight=busy and not finished,
+        turn_running=busy and not finished,
         finished=finished,
         ended=ended,
         closed=events.is_closed(),
         unhandled=unhandled > 0,
         read=read,
-        at_rest=not (read or busy or _unfinished(requests) or unhandled),
+        is_unused=not (read or busy or _unfinished(requests) or unhandled),
     )
 
 
@@ -221,7 +221,7 @@ def call_context(active: ActiveTask) -> ServerCallContext | None:
     return _known(lambda: active._task_manager._call_context)
 
 
-def take_out(handler: RequestHandler, active: ActiveTask) -> bool:
+def unregister(handler: RequestHandler, active: ActiveTask) -> bool:
     """Takes this very instance out of the registry; `False` where that cannot be done.
 
     It loses its cleanup with it: up to a2a-sdk 1.2.3 that removes by id, and would take
@@ -295,7 +295,7 @@ async def stored_owner(store: VersionedTaskStore, task_id: str) -> str | None:
         return next((owner for found_id, owner in found if found_id == task_id), None)
 
 
-async def exact(
+async def is_exact_match(
     store: VersionedTaskStore, task_id: str, context: ServerCallContext, owner: str | None
 ) -> bool:
     """Whether the task that a store finds has this very id, and this very owner.
@@ -344,7 +344,7 @@ class Tables(NamedTuple):
     create: bool
 
 
-def shareable(store: VersionedTaskStore, stream: TaskEventStream) -> Tables | None:
+def find_log_tables(store: VersionedTaskStore, stream: TaskEventStream) -> Tables | None:
     """The tables behind the SDK's own store and stream; `None` for any other pair.
 
     A subclass of the stream is its user's own and not shareable.
@@ -384,7 +384,7 @@ def poll_interval(stream: TaskEventStream) -> float:
     return _known(lambda: float(stream._poll_interval_s)) or 0.0
 
 
-def apart(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
+def describe_mismatch(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
     """Says how store and stream look at different event logs; `None` if they do not.
 
     Only the SDK's own database classes are compared. Credentials are never shown.

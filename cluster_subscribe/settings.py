@@ -46,7 +46,7 @@ class CloseOn(str, Enum):
     """Terminal states only (A2A 3.1.6)."""
 
 
-class Wakeup(str, Enum):
+class WakeupMode(str, Enum):
     """How the event log's reader learns of new rows."""
 
     AUTO = 'auto'
@@ -100,7 +100,7 @@ class Settings(BaseSettings):
     )
     """Variable `CLUSTER_SUBSCRIBE`."""
     close_on: Annotated[CloseOn, BeforeValidator(_tidy)] = CloseOn.INTERRUPTED
-    wakeup: Annotated[Wakeup, BeforeValidator(_tidy)] = Wakeup.AUTO
+    wakeup: Annotated[WakeupMode, BeforeValidator(_tidy)] = WakeupMode.AUTO
     poll_interval: _Seconds = 0.5
     """Seconds between two looks of the event log's reader at the versions."""
     reconcile_interval: _Seconds = 15.0

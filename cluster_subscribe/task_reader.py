@@ -16,10 +16,10 @@ from sqlalchemy.pool import QueuePool
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, SharedReads, in_time
-from cluster_subscribe.event_log.queries import findable
+from cluster_subscribe.event_log.queries import is_valid_task_id
 from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.protocol_errors import is_library_error
-from cluster_subscribe.subscription.follow import Look
+from cluster_subscribe.subscription.follow import OwnedTask
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +38,13 @@ class TaskReader:
         self._store = store
         self._background = background
         self._shared: WeakValueDictionary[
-            tuple[str, str, asyncio.AbstractEventLoop], SharedReads[str, Look]
+            tuple[str, str, asyncio.AbstractEventLoop], SharedReads[str, OwnedTask]
         ] = WeakValueDictionary()
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = WeakKeyDictionary()
 
     async def read(
         self, task_id: str, context: ServerCallContext, variables: Context | None = None
-    ) -> Look | None:
+    ) -> OwnedTask | None:
         """The task as stored; `None` where the caller has none of this very id.
 
         Args:
@@ -56,7 +56,7 @@ class TaskReader:
             Exception: Whatever the store raised; a `TimeoutError` if it did not answer.
         """
         # What no database can look for is not there.
-        if not findable(task_id):
+        if not is_valid_task_id(task_id):
             return None
         slots = self._slots.setdefault(
             asyncio.get_running_loop(), _Slots(reads_at_once(self._store))
@@ -73,20 +73,20 @@ class TaskReader:
 
     def _begin(
         self, task_id: str, context: ServerCallContext, variables: Context | None = None
-    ) -> asyncio.Task[Look | None]:
+    ) -> asyncio.Task[OwnedTask | None]:
         return self._background.start(
             self._read_in_time(task_id, context),
             f'read {task_id}',
             copy_context() if variables is None else variables,
         )
 
-    async def _read_in_time(self, task_id: str, context: ServerCallContext) -> Look | None:
+    async def _read_in_time(self, task_id: str, context: ServerCallContext) -> OwnedTask | None:
         # Whoever waits for it may leave before a database that does not answer is given up.
         return await in_time(self._read(task_id, context))
 
     async def read_shared(
         self, task_id: str, context: ServerCallContext, variables: Context | None = None
-    ) -> Look | None:
+    ) -> OwnedTask | None:
         """As `read()`; once for all callers with the same owner, where that makes no difference.
 
         A read is shared by those who asked before it started.
@@ -100,7 +100,7 @@ class TaskReader:
         ):
             return await self.read(task_id, context, variables)
 
-        async def read(asked: Sequence[str]) -> dict[str, Look]:
+        async def read(asked: Sequence[str]) -> dict[str, OwnedTask]:
             look = await self.read(task_id, context, Context())
             return dict.fromkeys(asked, look) if look else {}
 
@@ -113,7 +113,7 @@ class TaskReader:
 
     async def read_first(
         self, task_id: str, context: ServerCallContext, variables: Context
-    ) -> Look | None:
+    ) -> OwnedTask | None:
         """Reads, and tries again where a pooled connection was lost or the database restarts.
 
         Raises:
@@ -135,7 +135,7 @@ class TaskReader:
 
         For a message or a cancel, which does not wait for the reads of streams.
         """
-        if not findable(task_id):
+        if not is_valid_task_id(task_id):
             return None
         try:
             look = await self._background.answer(self._begin(task_id, context))
@@ -144,18 +144,18 @@ class TaskReader:
             return None
         return look.stored if look else None
 
-    async def _read(self, task_id: str, context: ServerCallContext) -> Look | None:
+    async def _read(self, task_id: str, context: ServerCallContext) -> OwnedTask | None:
         store = self._store
         owner = sdk.owner(store, context)
         if isinstance(store, VersionedDatabaseTaskStore):
             await _create_tables(store)
             if owner is None:
-                # Before the task: what is made anew in between by somebody else has another.
+                # Before the task: what is recreated in between by somebody else has another.
                 owner = await sdk.stored_owner(store, task_id)
         stored = await store.get(task_id, context)
-        if stored is None or not await sdk.exact(store, task_id, context, owner):
+        if stored is None or not await sdk.is_exact_match(store, task_id, context, owner):
             return None
-        return Look(stored, owner)
+        return OwnedTask(stored, owner)
 
 
 def _was_slow(error: Exception) -> bool:

@@ -19,7 +19,7 @@ from a2a.server.events import Event
 from a2a.types import TaskStatusUpdateEvent
 
 from cluster_subscribe.errors import EventStreamEndedError
-from cluster_subscribe.local_state import Verdict
+from cluster_subscribe.local_state import LocalState
 
 try:
     from opentelemetry import metrics, trace
@@ -86,8 +86,8 @@ class Statistics:
 
     open_subscriptions: int
     """Streams that the decorator serves right now."""
-    subscribes: Mapping[Verdict, int]
-    """Subscribes that found their task, by the verdict of the check."""
+    subscribes: Mapping[LocalState, int]
+    """Subscribes that found their task, by what the replica held of it."""
     redirects: int
     """Subscribes served from the event log although the SDK would have used a local tap.
 
@@ -149,12 +149,12 @@ class Telemetry:
     def __init__(self) -> None:
         self._open_subscriptions = 0
         self._events_delivered = 0
-        self._subscribes: Counter[Verdict] = Counter()
+        self._subscribes: Counter[LocalState] = Counter()
         self._redirects = 0
         self._evictions = 0
         self._reconciled = 0
         self._once = Once()
-        self._looks_fail = False
+        self._reconciles_fail = False
 
     def opened(self) -> None:
         """Counts a stream that begins."""
@@ -175,26 +175,26 @@ class Telemetry:
             # Another machine's clock may be ahead of this one's.
             _instrument('delivery.lag').record(max(0.0, lag))
 
-    def checked(self, task_id: str, verdict: Verdict, version: TaskVersion) -> None:
-        """Counts a verdict and notes it on the current span."""
-        self._subscribes[verdict] += 1
-        _instrument('subscribes').add(1, {'cluster_subscribe.verdict': verdict.value})
+    def checked(self, task_id: str, local_state: LocalState, version: TaskVersion) -> None:
+        """Counts a subscribe and notes its `LocalState` on the current span."""
+        self._subscribes[local_state] += 1
+        _instrument('subscribes').add(1, {'cluster_subscribe.local_state': local_state.value})
         if trace is not None:
             span = trace.get_current_span()
-            span.set_attribute('cluster_subscribe.verdict', verdict.value)
+            span.set_attribute('cluster_subscribe.local_state', local_state.value)
             span.set_attribute('cluster_subscribe.snapshot.version', str(version))
-        logger.debug('Subscribe to task %s: %s', task_id, verdict.value)
+        logger.debug('Subscribe to task %s: %s', task_id, local_state.value)
 
-    def redirected(self, task_id: str, verdict: Verdict, *, observed: bool = False) -> None:
+    def redirected(self, task_id: str, local_state: LocalState, *, observed: bool = False) -> None:
         """Counts a subscribe that the SDK ties to its local `ActiveTask`."""
         self._redirects += 1
         _instrument('redirects').add(1)
-        if verdict is Verdict.STALE and self._once(task_id, int(time.monotonic() / 60)):
+        if local_state is LocalState.STALE and self._once(task_id, int(time.monotonic() / 60)):
             logger.info(
                 'Task %s has moved on at another replica; its stream %s from the event log',
                 task_id,
                 'would be served' if observed else 'is served',
-                extra={'task_id': task_id, 'verdict': verdict.value},
+                extra={'task_id': task_id, 'local_state': local_state.value},
             )
 
     def evicted(self, task_id: str) -> None:
@@ -215,13 +215,13 @@ class Telemetry:
                 extra={'task_id': task_id},
             )
 
-    def looked(self) -> None:
+    def reconcile_succeeded(self) -> None:
         """Notes that a stream could compare itself with the store."""
-        self._looks_fail = False
+        self._reconciles_fail = False
 
-    def look_failed(self, task_id: str, error: Exception) -> None:
+    def reconcile_failed(self, task_id: str, error: Exception) -> None:
         """Notes that a stream could not compare itself with the store; warns once per outage."""
-        first, self._looks_fail = not self._looks_fail, True
+        first, self._reconciles_fail = not self._reconciles_fail, True
         logger.log(
             logging.WARNING if first else logging.DEBUG,
             'The stored task %s could not be read (%s); its stream goes on and looks again later',
@@ -248,7 +248,7 @@ class Telemetry:
         """The counters as they are now."""
         return Statistics(
             open_subscriptions=self._open_subscriptions,
-            subscribes=MappingProxyType({v: self._subscribes[v] for v in Verdict}),
+            subscribes=MappingProxyType({v: self._subscribes[v] for v in LocalState}),
             redirects=self._redirects,
             events_delivered=self._events_delivered,
             evictions=self._evictions,

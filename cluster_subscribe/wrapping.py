@@ -102,13 +102,13 @@ def wrap(
             'The task store has an AUTOCOMMIT engine: its saves are no transactions, and a stream '
             'may miss an event that is stored after its version'
         )
-    if difference := sdk.apart(task_store, event_stream):
+    if difference := sdk.describe_mismatch(task_store, event_stream):
         logger.warning('No stream can work across them: %s', difference)
     owned: SharedTailEventStream | None = None
     if (
         settings.mode is not Mode.OBSERVE
         and not difference
-        and (tables := sdk.shareable(task_store, event_stream))
+        and (tables := sdk.find_log_tables(task_store, event_stream))
     ):
         event_stream = owned = SharedTailEventStream(
             tables.engine,

@@ -123,15 +123,15 @@ MECHANISMS: Final = (
     _mechanism(
         'a slow database gets time',
         _LOG,
-        'PATIENCE: Final = 10.0',
-        'PATIENCE: Final = 0.02',
+        'ROUND_TIMEOUT: Final = 10.0',
+        'ROUND_TIMEOUT: Final = 0.02',
         'test_outages.py::test_a_stalled_and_slow_wire',
     ),
     _mechanism(
         'a silent wire is cut',
         _LOG,
-        'call_later(patience, abort_connection(connection))',
-        'call_later(patience, lambda: None)',
+        'call_later(timeout, abort_connection(connection))',
+        'call_later(timeout, lambda: None)',
         'test_outages.py::test_a_wire_that_is_silent_for_good[postgresql-False]',
         'test_outages.py::test_a_wire_that_is_silent_for_good[mysql-False]',
         'test_outages.py::test_a_silent_wire_under_psycopg',
@@ -140,7 +140,7 @@ MECHANISMS: Final = (
     _mechanism(
         'connecting takes its time, too',
         _LOG,
-        'connection = await in_time(entering, patience)',
+        'connection = await in_time(entering, timeout)',
         'connection = await entering',
         'test_outages.py::test_a_wire_that_is_silent_for_good[postgresql-True]',
         'test_outages.py::test_a_wire_that_is_silent_for_good[mysql-True]',
@@ -207,7 +207,7 @@ MECHANISMS: Final = (
     _mechanism(
         'a look at the store that failed is made up for',
         _SUBSCRIBER,
-        'self.unsure = True',
+        'self.reconcile_overdue = True',
         'pass',
         'test_outages.py::test_a_stream_whose_look_failed_looks_again',
     ),
@@ -283,7 +283,7 @@ MECHANISMS: Final = (
     _mechanism(
         'where the log cannot be right the store is looked at',
         _SUBSCRIBER,
-        'if self._strict and (hole or event is None):',
+        'if self._strict and (gap or event is None):',
         'if False:',
         'test_fuzz.py::test_spoilt_rows_cost_their_own_streams_a_look_and_no_other_stream_anything',
     ),

@@ -30,23 +30,23 @@ from cluster_subscribe.cli import main
 from cluster_subscribe.cli.check import check as command
 from cluster_subscribe.cli.check import play as playing
 from cluster_subscribe.cli.check import sandbox
-from cluster_subscribe.cli.check.play import Patience, Play, Row
+from cluster_subscribe.cli.check.play import Play, Row, Timeouts
 from cluster_subscribe.cli.check.words import verdict, wrongs
 from cluster_subscribe.cli.ending import Failure
 
 SDK = version('a2a-sdk')
-IMPATIENT = Patience(stock=0.3, wrapped=0.5)
+IMPATIENT = Timeouts(stock=0.3, wrapped=0.5)
 """For what is wrong when wrapped, too."""
 LIMIT = 50
 """Seconds the command may take here; it is alone on no machine that tests."""
 
 
 async def check(
-    url: str | None, only: str | None = None, *, patience: Patience | None = None, **how: Any
+    url: str | None, only: str | None = None, *, timeout: Timeouts | None = None, **how: Any
 ) -> int:
     # What is wrong here stays silent, and what is right is right at once.
-    patience = patience or Patience(stock=0.3, wrapped=2)
-    return await command.check(url, only=only, patience=patience, **how)
+    timeout = timeout or Timeouts(stock=0.3, wrapped=2)
+    return await command.check(url, only=only, timeout=timeout, **how)
 
 
 def started(*words: str) -> 'subprocess.Popen[str]':
@@ -105,8 +105,8 @@ async def test_judges_stock_and_wrapped_and_touches_nothing_else(
     before = await tasks_and_what_is_left(database_url, prefix)
 
     # The other replicas are stock, too, and must have the time to be right.
-    patience = Patience(stock=2, wrapped=2)
-    assert await check(database_url, 'f3, F8', patience=patience) == 0
+    timeout = Timeouts(stock=2, wrapped=2)
+    assert await check(database_url, 'f3, F8', timeout=timeout) == 0
 
     head, *_ = lines = capsys.readouterr().out.splitlines()
     assert f'a2a-sdk {SDK}, ' in head
@@ -145,7 +145,7 @@ async def test_a_decorator_that_does_nothing_is_caught(
     def forgotten(handler: RequestHandler) -> RequestHandler:
         return handler
 
-    assert await check(None, 'F1,F11', decorate=forgotten, patience=IMPATIENT, as_json=True) == 1
+    assert await check(None, 'F1,F11', decorate=forgotten, timeout=IMPATIENT, as_json=True) == 1
 
     findings = json.loads(capsys.readouterr().out)
     assert [fault['wrapped']['right'] for fault in findings['faults']] == [False, False]
@@ -160,7 +160,7 @@ async def test_only_the_rows_that_are_wrong_are_red(
     monkeypatch.setenv('FORCE_COLOR', '1')
     monkeypatch.setenv('COLUMNS', '120')
 
-    assert await check(None, 'F1,F3', decorate=stale, patience=IMPATIENT) == 1
+    assert await check(None, 'F1,F3', decorate=stale, timeout=IMPATIENT) == 1
 
     out = capsys.readouterr().out
     rows = {line[:2]: line for line in out.splitlines() if line.startswith('F')}
@@ -208,10 +208,10 @@ async def test_an_sdk_without_the_faults_is_healed(
     monkeypatch.setattr(command, 'FAULTS', faults('healed', 'healed'))
 
     # Here the SDK's own streams are right as well, however busy the machine.
-    patience = Patience(stock=20, wrapped=20)
-    assert await check(None, patience=patience) == 0
+    timeout = Timeouts(stock=20, wrapped=20)
+    assert await check(None, timeout=timeout) == 0
     whole = capsys.readouterr().out
-    assert await check(None, 'F2', patience=patience) == 0
+    assert await check(None, 'F2', timeout=timeout) == 0
     part = capsys.readouterr().out
 
     assert whole.splitlines()[-3].split()[-2:] == ['healed', 'right']

@@ -29,7 +29,7 @@ async def test_every_replica_is_right_when_wrapped(
     database_url: str,
     wrapped: Decorate,
 ) -> None:
-    outcome = await fault.play(database_url, patience=20, decorate=wrapped, stream_type=stream_type)
+    outcome = await fault.play(database_url, timeout=20, decorate=wrapped, stream_type=stream_type)
     assert outcome.right, outcome.timelines
     assert outcome.intact
 
@@ -44,5 +44,5 @@ def healed(fault: Fault) -> bool:
 async def test_the_sdk_alone_is_wrong(fault: Fault, database_url: str) -> None:
     if fault.number == 'F7' and not database_url.startswith('sqlite'):
         pytest.skip('the SDK drops a slow reader whatever the database')
-    outcome = await fault.play(database_url, patience=1)
+    outcome = await fault.play(database_url, timeout=1)
     assert outcome.right is healed(fault), outcome.timelines

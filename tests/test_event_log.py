@@ -214,7 +214,7 @@ async def look(writer: Writer, subscriber: Subscriber, user: str = 'user') -> No
     """Looks at the store as a stream does when it is made to."""
     assert await take(subscriber) == ['look']
     stored = await writer.store.get('task', caller(user))
-    if stored is None or not await sdk.exact(writer.store, 'task', caller(user), user):
+    if stored is None or not await sdk.is_exact_match(writer.store, 'task', caller(user), user):
         raise TaskNotFoundError
     await subscriber.compare(stored.version, user)
 
@@ -253,7 +253,7 @@ async def test_a_slow_stream_reads_on_before_it_acts_on_an_old_doubt(writer: Wri
     subscriber = tail.open('task', await writer.begin(), 'user')
     await writer.say('a')
     await eventually(lambda: subscriber.behind)
-    subscriber.doubt()
+    subscriber.request_reconcile()
     await writer.say('b')
     assert await take(subscriber, 2) == ['art a', 'art b']
     subscriber.close()
@@ -295,7 +295,7 @@ async def test_an_earlier_life_without_a_first_row_is_not_delivered(
     await writer.execute('DELETE FROM task_events WHERE task_version = 1')
     await writer.store.delete('task', caller())
     subscriber = tail.open('task', await writer.begin(), 'user')
-    await eventually(lambda: subscriber.floor)
+    await eventually(lambda: subscriber.min_seq)
     for number in range(2, 7):
         await writer.say(f'new {number}')
         assert await take(subscriber) == [f'art new {number}']
@@ -459,7 +459,7 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
             values: dict[str, object] = {'limit': 256, 'inline': 2**14}
             for number in range(pages):
                 values |= {f'task_{number}': 'long', f'version_{number}': 2990}
-                values |= {f'seq_{number}': 2990, f'floor_{number}': 0}
+                values |= {f'seq_{number}': 2990, f'min_seq_{number}': 0}
             sql = (
                 log._pages(pages)
                 .params(values)

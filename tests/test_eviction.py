@@ -345,7 +345,7 @@ class Schedule:
     async def at_rest(self, task: Task) -> None:
         def busy() -> bool:
             local = [sdk.local_task(stock, task.id) for stock in self.stock]
-            return any(one is not None and one.in_flight for one in local)
+            return any(one is not None and one.turn_running for one in local)
 
         while busy() or not all(map(self.served.get, self.sent)):  # noqa: ASYNC110 - turn by turn
             await asyncio.sleep(0)

@@ -100,7 +100,7 @@ async def test_streams_that_cannot_look_say_so_once(
         tail: Any = lab.b.stock._event_stream
         await eventually(lambda: tail.statistics().open_subscriptions == 5)
         for subscriber in list(tail._reader._subscribers()):
-            subscriber.doubt()
+            subscriber.request_reconcile()
         rounds = tail.statistics().rounds
         await eventually(lambda: tail.statistics().rounds > rounds + 3)
         away = False

@@ -35,7 +35,7 @@ from cluster_subscribe import ClusterSubscribeHandler
 from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from cluster_subscribe.event_log.subscriber import Subscriber
-from cluster_subscribe.subscription.follow import _Course
+from cluster_subscribe.subscription.follow import _StreamState
 from tests.writer import BACKSTOP, Writer, eventually, wrapping
 
 ASKED = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SUBSCRIPTIONS', '0'))
@@ -51,9 +51,9 @@ Open = Callable[[], AsyncIterator[Any]]
 class Endings:
     """Reads a few events of a subscription, or none, and then ends it in a way of chance."""
 
-    def __init__(self, seed: int, patience: float | None) -> None:
+    def __init__(self, seed: int, timeout: float | None) -> None:
         self._chance = random.Random(seed)
-        self._patience = patience
+        self._timeout = timeout
         self.counted: Counter[str] = Counter()
 
     async def play(self, subscribe: Open) -> None:
@@ -69,13 +69,13 @@ class Endings:
 
     async def cancel(self, events: Any) -> None:
         """The reading task is cancelled, after some turns of the loop."""
-        await leave(events, self._chance.choice([0, 1, 2, 3, 5, 10, 50]), self._patience)
+        await leave(events, self._chance.choice([0, 1, 2, 3, 5, 10, 50]), self._timeout)
 
     async def time_out(self, events: Any) -> None:
         """The reader's time is up."""
         reading = asyncio.ensure_future(_exhaust(events))
         await asyncio.wait([reading], timeout=self._chance.uniform(0, 0.03))
-        await cancelled(reading, self._patience)
+        await cancelled(reading, self._timeout)
 
     async def drop(self, events: Any) -> None:
         """Nobody closes the generator: the garbage collector meets it."""
@@ -86,20 +86,20 @@ class Endings:
             await anext(events)
 
 
-async def leave(events: AsyncIterator[Any], turns: int, patience: float | None = None) -> None:
+async def leave(events: AsyncIterator[Any], turns: int, timeout: float | None = None) -> None:
     """Reads, and is cancelled after so many turns of the loop."""
     reading = asyncio.ensure_future(_exhaust(events))
     while turns and not reading.done():
         turns -= 1
         await asyncio.sleep(0)
-    await cancelled(reading, patience)
+    await cancelled(reading, timeout)
 
 
-async def cancelled(reading: asyncio.Task[None], patience: float | None) -> None:
-    """Cancels a reader; again whenever its patience, in seconds, is over."""
+async def cancelled(reading: asyncio.Task[None], timeout: float | None) -> None:
+    """Cancels a reader; again whenever its timeout, in seconds, is over."""
     while not reading.done():
         reading.cancel()
-        await asyncio.wait([reading], timeout=patience)
+        await asyncio.wait([reading], timeout=timeout)
     assert reading.cancelled()
 
 
@@ -128,7 +128,9 @@ class Ledger:
             'connections': self._pool.checkedout(),
             'active requests': self._handler._ClusterSubscribeHandler__eviction.active_requests,
             'tasks': sum(map(_lasts_no_longer_than_a_subscription, asyncio.all_tasks())),
-            'subscribers': sum(isinstance(one, Subscriber | _Course) for one in gc.get_objects()),
+            'subscribers': sum(
+                isinstance(one, Subscriber | _StreamState) for one in gc.get_objects()
+            ),
         }
 
     async def nothing_held(self) -> None:
@@ -190,7 +192,7 @@ async def emitting(writer: Writer) -> AsyncIterator[None]:
 
 
 async def leave_nothing(
-    subscribe: Open, ledger: Ledger, count: int, *, patience: float | None = None
+    subscribe: Open, ledger: Ledger, count: int, *, timeout: float | None = None
 ) -> str:
     """Opens and ends so many subscriptions, and looks at what is left.
 
@@ -198,13 +200,13 @@ async def leave_nothing(
         subscribe: Opens one.
         ledger: Looks.
         count: How many.
-        patience: Seconds after which a cancellation counts as swallowed by others than us,
+        timeout: Seconds after which a cancellation counts as swallowed by others than us,
             and is tried again.
 
     Returns:
         The figures.
     """
-    endings = Endings(count, patience)
+    endings = Endings(count, timeout)
     start = 0
     for number in range(0, count, AT_ONCE):
         await asyncio.gather(*(endings.play(subscribe) for _ in range(AT_ONCE)))
@@ -323,5 +325,5 @@ async def test_over_a_wire_nothing_is_left(
 ) -> None:
     async with emitting(writer), serve(lab) as subscribe:
         # On Python 3.10 the HTTP client swallows a cancellation now and then.
-        figures = await leave_nothing(subscribe, Ledger(lab.c), ASKED // 5 or 100, patience=1)
+        figures = await leave_nothing(subscribe, Ledger(lab.c), ASKED // 5 or 100, timeout=1)
     print(f'\n{serve.__name__}, {writer.engine.dialect.name}: {figures}')

@@ -8,7 +8,7 @@ import pytest
 
 from a2a.types import SubscribeToTaskRequest
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, Verdict, wrap
+from cluster_subscribe import ClusterSubscribeHandler, LocalState, Settings, wrap
 from cluster_subscribe._testing import Decorate, Replica
 from cluster_subscribe._testing.cluster import caller, cluster
 
@@ -17,9 +17,9 @@ def stale(**settings: Any) -> Decorate:
     return lambda handler: wrap(handler, settings=Settings(mode='stale', **settings))
 
 
-def verdicts(replica: Replica, verdict: Verdict) -> int:
+def counted(replica: Replica, state: LocalState) -> int:
     assert isinstance(replica.handler, ClusterSubscribeHandler)
-    return replica.handler.statistics().subscribes[verdict]
+    return replica.handler.statistics().subscribes[state]
 
 
 async def test_a_stream_that_is_open_makes_no_replica_live(sqlite_url: str) -> None:
@@ -31,8 +31,8 @@ async def test_a_stream_that_is_open_makes_no_replica_live(sqlite_url: str) -> N
         assert await hung.until(lambda w: 'INPUT_REQUIRED' in w.told, 10)
         await lab.b.start('work wait=2 done', task).at('2')
         watch = await lab.a.watch(task)
-        assert verdicts(lab.a, Verdict.LIVE) == 1
-        assert verdicts(lab.a, Verdict.STALE) == 1
+        assert counted(lab.a, LocalState.LIVE) == 1
+        assert counted(lab.a, LocalState.STALE) == 1
         lab.gates.open('2')
         assert await watch.until(lambda w: w.ending, 10)
         assert watch.timeline == ('Task(WORKING)', 'COMPLETED', 'closed')
@@ -103,4 +103,4 @@ async def test_its_cancellation_is_not_swallowed(sqlite_url: str) -> None:
             (error,) = await asyncio.gather(reading, return_exceptions=True)
             assert isinstance(error, StopAsyncIteration if swallowed else asyncio.CancelledError)
             await events.aclose()
-        assert verdicts(lab.a, Verdict.LIVE) == 1
+        assert counted(lab.a, LocalState.LIVE) == 1

@@ -44,13 +44,13 @@ from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
-from cluster_subscribe.settings import Wakeup
+from cluster_subscribe.settings import WakeupMode
 from cluster_subscribe.telemetry import TailStatistics
 from tests.proxy import Proxy, proxy
 
 LIMIT = 60.0
 """Seconds after which a stream counts as hung; nothing waits for them to pass."""
-PATIENCE = 1.5
+ROUND_TIMEOUT = 1.5
 """Seconds that a round gets here where its wire is silent; ten by default."""
 PART = 10
 """Events before, during and after a fault."""
@@ -142,10 +142,10 @@ class Scene:
         self.near.gates.open('before', 'during')
         for watch in self.watches:
             assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
-        await exact(self.near, self.task, self.watches)
+        await is_exact(self.near, self.task, self.watches)
 
 
-async def exact(lab: Cluster, task: Task, watches: list[Watch]) -> None:
+async def is_exact(lab: Cluster, task: Task, watches: list[Watch]) -> None:
     """Each stream holds its snapshot and then exactly the later rows of the log."""
     async with lab.a.engine.connect() as connection:
         rows = await connection.execute(
@@ -232,7 +232,7 @@ async def test_a_wire_that_is_cut_in_mid_answer_again_and_again(
     scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A driver that is cut off in the middle of its greeting may wait for the rest.
-    monkeypatch.setattr(event_log_reader, 'PATIENCE', PATIENCE)
+    monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene() as play:
         for words in (1, 20, 200, 2000):
             play.wire.cut_after(words)
@@ -250,7 +250,7 @@ async def test_an_outage_of_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(('127.0.0.1', 0)) as nobody:
         port = nobody.getsockname()[1]
     engine = create_async_engine(f'postgresql+asyncpg://nobody@127.0.0.1:{port}/nowhere')
-    stream = SharedTailEventStream(engine, settings=Settings(wakeup=Wakeup.POLL))
+    stream = SharedTailEventStream(engine, settings=Settings(wakeup=WakeupMode.POLL))
     events = stream.subscribe('task', after=TaskVersion(1), owner='user')
     reading = asyncio.ensure_future(anext(events))
     await eventually(lambda: reading.done() or stream.statistics().reconnects > 1100)
@@ -281,7 +281,7 @@ async def test_a_wire_that_is_silent_for_good(
     ping: bool, scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing answers on the connections of before, and no reset says so."""
-    monkeypatch.setattr(event_log_reader, 'PATIENCE', PATIENCE)
+    monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(pool_pre_ping=ping) as play:
         began = time.monotonic()
         play.wire.swallow()
@@ -298,7 +298,7 @@ async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.M
     async def no_advice(_log: EventLog) -> None: ...
 
     monkeypatch.setattr(EventLog, 'advise', no_advice)
-    monkeypatch.setattr(event_log_reader, 'PATIENCE', PATIENCE)
+    monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(driver='psycopg') as play:
         began = time.monotonic()
         play.wire.swallow()
@@ -526,7 +526,7 @@ async def test_a_restarted_database(
                 took(time.monotonic() - began)
             for watch in watches:
                 assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
-            await exact(lab, task, watches)
+            await is_exact(lab, task, watches)
 
 
 async def test_a_locked_sqlite_file(sqlite_url: str, took: Callable[[float], None]) -> None:
@@ -547,7 +547,7 @@ async def test_a_locked_sqlite_file(sqlite_url: str, took: Callable[[float], Non
         lab.gates.open('during')
         for watch in watches:
             assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
-        await exact(lab, task, watches)
+        await is_exact(lab, task, watches)
 
 
 @contextmanager
@@ -613,7 +613,7 @@ async def test_pgbouncer_in_transaction_mode(
             for task, streams in zip(tasks, watches, strict=True):
                 for watch in streams:
                     assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
-                await exact(lab, task, streams)
+                await is_exact(lab, task, streams)
             took(time.monotonic() - began)
             # Once is how a reader learns that there is a pooler.
             assert all(reconnects(replica) <= 1 for replica in lab.replicas)

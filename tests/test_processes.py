@@ -216,7 +216,7 @@ async def followers(tasks: list[Task], servers: Replicas, count: int) -> AsyncIt
         await asyncio.gather(*(f.running for f in made), return_exceptions=True)
 
 
-async def exact(made: list[Follower], total: int) -> None:
+async def is_exact(made: list[Follower], total: int) -> None:
     for follower in made:
         await asyncio.wait_for(follower.running, LIMIT)
         assert follower.parts == [str(number) for number in range(total)]
@@ -255,7 +255,7 @@ async def test_a_rolling_restart(
                 for follower in made:
                     await follower.until(lambda f, said=said: len(f.parts) == said)
             await asyncio.gather(*(turn(servers[0], f'{chunks(said, 5)} done', t) for t in tasks))
-            await exact(made, said + 5)
+            await is_exact(made, said + 5)
             assert any(follower.recoveries for follower in made)
             report(made, record_property)
         for server in servers:
@@ -280,7 +280,7 @@ async def test_a_killed_replica(
                 await running
             task = await turn(b, f'{chunks(5, 5)} ret', task)
             await turn(b, f'{chunks(10, 5)} done', task)
-            await exact(made, 15)
+            await is_exact(made, 15)
             assert any(follower.recoveries for follower in made)
             report(made, record_property)
         assert not a.complaints + b.complaints

@@ -102,7 +102,7 @@ async def test_a_read_that_began_before_a_question_does_not_answer_it(
         found = await stored(log, *how)
         if not asked.is_set():
             subscriber.confirming = True
-            tail._reader.more('task')
+            tail._reader.schedule_read('task')
             rounds.append(tail.statistics().rounds)
             asked.set()
         return found

@@ -91,7 +91,7 @@ async def test_a_look_concludes_nothing_before_the_log_was_read_once_more(sqlite
         await eventually(lambda: handler.statistics().event_log.rounds)
         await lab.b.turn('work art=x done', task)
         (subscriber,) = subscribers(handler)
-        subscriber.doubt()
+        subscriber.request_reconcile()
         assert await watch.until(lambda w: w.ending, BACKSTOP), watch.timeline
         assert watch.timeline == (
             *('Task(INPUT_REQUIRED)', 'WORKING', 'art x', 'COMPLETED'),

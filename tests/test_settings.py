@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from cluster_subscribe import CloseOn, Evict, Mode, Settings, SettingsError, Wakeup
+from cluster_subscribe import CloseOn, Evict, Mode, Settings, SettingsError, WakeupMode
 
 
 def test_without_an_environment_the_defaults_hold() -> None:
     settings = Settings()
     assert settings.mode is Mode.ON
     assert settings.close_on is CloseOn.INTERRUPTED
-    assert settings.wakeup is Wakeup.AUTO
+    assert settings.wakeup is WakeupMode.AUTO
     assert settings.evict is Evict.SUPERSEDED
     assert (settings.poll_interval, settings.reconcile_interval) == (0.5, 15)
     assert (settings.sweep_interval, settings.max_buffered_events) == (60, 256)
@@ -24,7 +24,7 @@ def test_without_an_environment_the_defaults_hold() -> None:
         ('CLUSTER_SUBSCRIBE', ' Off ', 'mode', Mode.OFF),
         ('CLUSTER_SUBSCRIBE', '', 'mode', Mode.ON),
         ('CLUSTER_SUBSCRIBE_CLOSE_ON', 'terminal', 'close_on', CloseOn.TERMINAL),
-        ('CLUSTER_SUBSCRIBE_WAKEUP', 'poll', 'wakeup', Wakeup.POLL),
+        ('CLUSTER_SUBSCRIBE_WAKEUP', 'poll', 'wakeup', WakeupMode.POLL),
         ('CLUSTER_SUBSCRIBE_POLL_INTERVAL', '0.25', 'poll_interval', 0.25),
         ('CLUSTER_SUBSCRIBE_RECONCILE_INTERVAL', '3', 'reconcile_interval', 3),
         ('CLUSTER_SUBSCRIBE_EVICT', 'off', 'evict', Evict.OFF),

@@ -1,4 +1,4 @@
-"""One subscribe: its verdict, its mode, its errors, its end."""
+"""One subscribe: its local state, its mode, its errors, its end."""
 
 import asyncio
 
@@ -31,9 +31,9 @@ from a2a.utils.errors import InvalidParamsError, TaskNotFoundError, UnsupportedO
 from cluster_subscribe import (
     ClusterSubscribeHandler,
     EventStreamEndedError,
+    LocalState,
     Settings,
     Statistics,
-    Verdict,
     wrap,
 )
 from cluster_subscribe._testing import Cluster, Decorate, Replica
@@ -119,16 +119,16 @@ async def test_nothing_saved_yet_is_a_task_not_found(database_url: str) -> None:
 # The check.
 
 
-async def test_the_verdicts(lab: Cluster) -> None:
+async def test_the_local_states(lab: Cluster) -> None:
     task = await lab.a.turn('ask')
     await lab.watch(task)
-    assert statistics(lab.a).subscribes[Verdict.IDLE] == 1
-    assert statistics(lab.b).subscribes[Verdict.ABSENT] == 1
+    assert statistics(lab.a).subscribes[LocalState.IDLE] == 1
+    assert statistics(lab.b).subscribes[LocalState.ABSENT] == 1
     await lab.b.start('work wait=1 done', task).at('1')
     await lab.watch(task)
-    assert statistics(lab.a).subscribes[Verdict.STALE] == 1
-    assert statistics(lab.b).subscribes[Verdict.LIVE] == 1
-    assert statistics(lab.c).subscribes[Verdict.ABSENT] == 2
+    assert statistics(lab.a).subscribes[LocalState.STALE] == 1
+    assert statistics(lab.b).subscribes[LocalState.LIVE] == 1
+    assert statistics(lab.c).subscribes[LocalState.ABSENT] == 2
     assert [statistics(replica).redirects for replica in lab.replicas] == [2, 1, 0]
     assert [statistics(replica).open_subscriptions for replica in lab.replicas] == [2, 2, 2]
 
@@ -141,7 +141,7 @@ async def test_a_request_in_flight_makes_it_live_whatever_the_versions_say(lab: 
     assert local is not None
     local._task_manager._current_version = TaskVersion(1)
     await lab.a.watch(task)
-    assert statistics(lab.a).subscribes[Verdict.LIVE] == 1
+    assert statistics(lab.a).subscribes[LocalState.LIVE] == 1
 
 
 # The modes.
@@ -186,7 +186,7 @@ async def test_mode_observe_leaves_the_answer_to_the_sdk_and_counts(sqlite_url: 
         watches = await lab.watch(task)
         assert [spy.asked for spy in spies] == [1, 1, 1]
         assert watches[0].timeline[0] == 'Task(INPUT_REQUIRED)'
-        assert statistics(lab.a).subscribes[Verdict.STALE] == 1
+        assert statistics(lab.a).subscribes[LocalState.STALE] == 1
         assert statistics(lab.a).redirects == 1
         assert type(await error_of(lab.a.handler, 'no-such-task')) is TaskNotFoundError
 

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster_subscribe import Verdict, telemetry
+from cluster_subscribe import LocalState, telemetry
 from cluster_subscribe._testing import Decorate
 from cluster_subscribe._testing.cluster import caller, cluster
 from cluster_subscribe.telemetry import METRICS, Telemetry
@@ -82,7 +82,7 @@ async def test_the_delivery_of_a_timed_status_is_measured(
     assert measured()['delivery.lag', ''] == 1
 
 
-async def test_the_verdict_is_on_the_span_of_the_request(
+async def test_the_local_state_is_on_the_span_of_the_request(
     sqlite_url: str, wrapped: Decorate
 ) -> None:
     spans = InMemorySpanExporter()
@@ -96,7 +96,7 @@ async def test_the_verdict_is_on_the_span_of_the_request(
     (span,) = spans.get_finished_spans()
     assert stored is not None
     assert span.attributes == {
-        'cluster_subscribe.verdict': 'absent',
+        'cluster_subscribe.local_state': 'absent',
         'cluster_subscribe.snapshot.version': str(stored.version),
     }
 
@@ -124,9 +124,11 @@ def test_redirects_of_a_task_are_one_line_a_minute(
     with caplog.at_level(logging.INFO, 'cluster_subscribe'):
         for at, task_id in ((0, 'a'), (1, 'a'), (30, 'b'), (59, 'a'), (60, 'a'), (61, 'b')):
             now = 1020.0 + at
-            counted.redirected(task_id, Verdict.STALE)
+            counted.redirected(task_id, LocalState.STALE)
         now = 1200.0
-        counted.redirected('c', Verdict.STALE)
-    told = [(record.__dict__['task_id'], record.__dict__['verdict']) for record in caplog.records]
+        counted.redirected('c', LocalState.STALE)
+    told = [
+        (record.__dict__['task_id'], record.__dict__['local_state']) for record in caplog.records
+    ]
     assert told == [(task_id, 'stale') for task_id in 'ababc']
     assert counted.statistics(None).redirects == 7

@@ -52,7 +52,7 @@ async def test_every_replica_is_right_over_the_wire(
         # The SDK's older REST has no words for an error after the first event.
         fault = replace(fault, right=('Task(INPUT_REQUIRED)', 'A2AClientError'))
     outcome = await fault.play(
-        database_url, patience=20, decorate=wrapped, reach=direct(TRANSPORTS[name])
+        database_url, timeout=20, decorate=wrapped, reach=direct(TRANSPORTS[name])
     )
     assert outcome.right, outcome.timelines
 
@@ -66,7 +66,7 @@ async def test_the_sdk_alone_is_wrong_over_the_wire(
 ) -> None:
     if number in ('F7', 'F8'):
         pytest.skip("the wire hides it: the system's buffers, a client that is not the server")
-    outcome = await FAULT[number].play(database_url, patience=0.5, reach=direct(TRANSPORTS[name]))
+    outcome = await FAULT[number].play(database_url, timeout=0.5, reach=direct(TRANSPORTS[name]))
     assert outcome.right is healed(FAULT[number]), outcome.timelines
 
 
@@ -252,14 +252,14 @@ async def the_task_of_another_user_is_refused(lab: Cluster) -> Sequence[Watch]:
 
 
 async def results(
-    url: str, reach: Reach, decorate: Decorate, patience: float
+    url: str, reach: Reach, decorate: Decorate, timeout: float
 ) -> dict[str, set[tuple[str, ...]]]:
     """What the streams of each requirement carried, all requirements on one cluster."""
     told = {}
     async with cluster(url, reach=reach, decorate=decorate) as lab:
         for name, (scene, right) in REQUIREMENTS.items():
             streams = await scene(lab)
-            await settle(streams, right, patience)
+            await settle(streams, right, timeout)
             told[name] = {stream.timeline for stream in streams}
     return told
 

@@ -400,14 +400,14 @@ async def cluster(url: str, *, reach: Reach = in_process, **how: Any) -> AsyncIt
 
 
 async def settle(
-    watches: Iterable[Watch], right: Sequence[str], patience: float, *, thoroughly: bool = False
+    watches: Iterable[Watch], right: Sequence[str], timeout: float, *, thoroughly: bool = False
 ) -> None:
-    """Waits until every stream is right, or can no longer become so, or patience ends.
+    """Waits until every stream is right, or can no longer become so, or timeout ends.
 
     Args:
         watches: The streams.
         right: What each should carry.
-        patience: Seconds of silence after which a stream counts as hung.
+        timeout: Seconds of silence after which a stream counts as hung.
         thoroughly: Waits for the end of a stream that is wrong already, too.
     """
 
@@ -418,7 +418,7 @@ async def settle(
         heard = -1
         while not decided(watch) and len(watch.told) > heard:
             heard = len(watch.told)
-            await watch.until(partial(_says_more, heard), patience)
+            await watch.until(partial(_says_more, heard), timeout)
 
     await asyncio.gather(*map(settled, watches))
 

@@ -63,13 +63,13 @@ class Fault:
     """What the cluster needs for the fault to show."""
 
     async def play(
-        self, url: str, *, patience: float, thoroughly: bool = False, **how: Any
+        self, url: str, *, timeout: float, thoroughly: bool = False, **how: Any
     ) -> Outcome:
         """Plays the scene on a cluster of its own.
 
         Args:
             url: The database; its task tables are used.
-            patience: Seconds; a stream that is silent for so long counts as hung.
+            timeout: Seconds; a stream that is silent for so long counts as hung.
             thoroughly: Watches a stream that is wrong already to its end, too.
             how: Passed to `cluster()`: `decorate`, `reach` and others.
         """
@@ -77,7 +77,7 @@ class Fault:
         async with cluster(url, **self.setting, **how) as lab:
             found = await self.scene(lab)
             watches = [one for one in found if isinstance(one, Watch)]
-            await settle(watches, self.right, patience, thoroughly=thoroughly)
+            await settle(watches, self.right, timeout, thoroughly=thoroughly)
             timelines = {one.place: one.timeline for one in found}
         return Outcome(
             right=all(matches(self.right, timeline) for timeline in timelines.values()),

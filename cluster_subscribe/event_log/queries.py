@@ -44,7 +44,7 @@ from cluster_subscribe.event_log.schema import Schema, table_of
 
 logger = logging.getLogger(__name__)
 
-PATIENCE: Final = 10.0
+ROUND_TIMEOUT: Final = 10.0
 """Seconds that a round may take."""
 PAGES_PER_STATEMENT: Final = 32
 """Pages asked for in one statement: far below what any database refuses."""
@@ -77,8 +77,8 @@ class Page(NamedTuple):
 
     task_id: str
     after: Cursor
-    floor: int
-    """Rows up to this `seq` belong to an earlier life of the task."""
+    min_seq: int
+    """Rows up to this `seq` belong to an earlier incarnation of the task."""
 
 
 class Stored(NamedTuple):
@@ -98,7 +98,7 @@ class Row(NamedTuple):
     """The stored version in the same statement; `None` without a stored task."""
 
     @property
-    def of_earlier_life(self) -> bool:
+    def is_of_earlier_incarnation(self) -> bool:
         """Whether the log is ahead of the store here, as only a deleted task leaves it."""
         return self.stored is None or self.cursor.version > self.stored
 
@@ -167,10 +167,10 @@ class EventLog:
         return self._events.name
 
     @asynccontextmanager
-    async def connect(self, patience: float = PATIENCE) -> AsyncIterator[AsyncConnection]:
+    async def connect(self, timeout: float = ROUND_TIMEOUT) -> AsyncIterator[AsyncConnection]:
         """One pooled connection for one round.
 
-        After `patience` seconds it counts as lost and is aborted: any statement, also the
+        After `timeout` seconds it counts as lost and is aborted: any statement, also the
         one that ends a transaction, then raises, and SQLAlchemy renews the pool.
         """
         async with AsyncExitStack() as stack:
@@ -180,8 +180,8 @@ class EventLog:
                 # A file has no wire, and a lock on it has a limit of its own.
                 yield await entering
                 return
-            connection = await in_time(entering, patience)
-            timer = asyncio.get_running_loop().call_later(patience, abort_connection(connection))
+            connection = await in_time(entering, timeout)
+            timer = asyncio.get_running_loop().call_later(timeout, abort_connection(connection))
             timers.callback(timer.cancel)
             try:
                 if (
@@ -282,7 +282,7 @@ class EventLog:
             for number, page in enumerate(pages):
                 values[f'task_{number}'] = page.task_id
                 values[f'version_{number}'], values[f'seq_{number}'] = page.after
-                values[f'floor_{number}'] = page.floor
+                values[f'min_seq_{number}'] = page.min_seq
             found: list[list[Row]] = [[] for _ in pages]
             counts, more = [0] * len(pages), [False] * len(pages)
             left = [PAGE_BYTES // len(pages)] * len(pages)
@@ -318,8 +318,8 @@ class EventLog:
             ]
         return answer
 
-    async def earlier_life(self, connection: AsyncConnection, task_id: str) -> int:
-        """The highest `seq` that an earlier life of the task left behind the stored version.
+    async def end_of_earlier_incarnation(self, connection: AsyncConnection, task_id: str) -> int:
+        """The highest `seq` that an earlier incarnation of the task left behind the stored version.
 
         Log and store are compared in one statement: between two, an event of this life
         could slip in.
@@ -357,7 +357,7 @@ class EventLog:
         task_id = bindparam(f'task_{number}', type_=String)
         version = bindparam(f'version_{number}', type_=BigInteger)
         stored = select(v.version).where(v.task_id == task_id).scalar_subquery()
-        # A task that was made anew has a first row again; what was logged before it is another's.
+        # A task that was recreated has a first row again; what was logged before it is another's.
         first = self._events.alias('first').c
         lives = select(
             case((func.min(first.seq) < func.max(first.seq), func.max(first.seq)), else_=0)
@@ -379,7 +379,7 @@ class EventLog:
             )
             .where(
                 c.task_id == task_id,
-                c.seq > bindparam(f'floor_{number}', type_=BigInteger),
+                c.seq > bindparam(f'min_seq_{number}', type_=BigInteger),
                 c.seq >= lives.scalar_subquery(),
                 # The first term is what the index seeks; the second leaves out what was read.
                 c.task_version >= version,
@@ -393,7 +393,7 @@ class EventLog:
         )
 
 
-def findable(task_id: str) -> bool:
+def is_valid_task_id(task_id: str) -> bool:
     """Whether a database can look for an id: none takes half a surrogate, PostgreSQL no NUL."""
     return '\0' not in task_id and task_id.encode(errors='ignore').decode() == task_id
 

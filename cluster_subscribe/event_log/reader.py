@@ -23,9 +23,9 @@ from cluster_subscribe.background import Background, SharedReads, Signal
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log.connection import prepared_elsewhere
-from cluster_subscribe.event_log.queries import PATIENCE, Cursor, EventLog, Page, Row, Stored
+from cluster_subscribe.event_log.queries import ROUND_TIMEOUT, Cursor, EventLog, Page, Row, Stored
 from cluster_subscribe.event_log.subscriber import NEVER, Current, Subscriber
-from cluster_subscribe.event_log.wakeup import Wakeup
+from cluster_subscribe.event_log.wakeup import WakeupSource
 from cluster_subscribe.settings import Settings
 from cluster_subscribe.telemetry import Once, TailStatistics, TailTelemetry
 
@@ -37,7 +37,7 @@ _LARGE: Final = 1 << 16
 """Bytes of a page after which others get their turn of the event loop."""
 _LONGEST_PAUSE: Final = 5.0
 """Seconds between two attempts to read, at most."""
-_MOST_PATIENCE: Final = 6
+_MAX_TIMEOUT_FACTOR: Final = 6
 """The longest that an attempt may take, in terms of the first."""
 _MOST_UNEXPECTED: Final = 8
 """Rounds in a row that may fail for a reason that is not known, until the streams end."""
@@ -53,7 +53,7 @@ class Reader:
     def __init__(  # noqa: PLR0913 - the last two make it the reader of a single stream
         self,
         log: EventLog,
-        wakeup: Wakeup | None,
+        wakeup: WakeupSource | None,
         background: Background,
         settings: Settings,
         *,
@@ -67,12 +67,12 @@ class Reader:
         self._poll_interval = settings.poll_interval
         self._reconcile_interval = settings.reconcile_interval
         self._states_due = 0.0
-        self._suspects: dict[Subscriber, TaskState] = {}
+        self._state_mismatches: dict[Subscriber, TaskState] = {}
         self.page_size = settings.max_buffered_events
         self._watched: dict[str, set[Subscriber]] = {}
-        self._woken: dict[str, None] = {}
+        self._dirty_tasks: dict[str, None] = {}
         self._check_due = False
-        self._stir = Signal()
+        self._wake_event = Signal()
         self._closing = Signal()
         self._task: asyncio.Task[None] | None = None
         self._wakeup_task: asyncio.Task[None] | None = None
@@ -98,7 +98,7 @@ class Reader:
         # Where others are read one by one, this one may have to be, and should not wait.
         self._check_due = self._check_due or bool(self._isolated)
         # What was committed between its snapshot and now.
-        self.more(subscriber.task_id)
+        self.schedule_read(subscriber.task_id)
         try:
             # Last: an eager task runs at once, and would find nobody to read for.
             self._start()
@@ -115,8 +115,8 @@ class Reader:
         self._open -= 1
         if not streams:
             del self._watched[subscriber.task_id]
-            self._woken.pop(subscriber.task_id, None)
-            self._stir.set()
+            self._dirty_tasks.pop(subscriber.task_id, None)
+            self._wake_event.set()
             if self._parent is not None:
                 self._parent.ended(subscriber.task_id, self)
 
@@ -126,27 +126,27 @@ class Reader:
         if not self._isolated[task_id]:
             del self._isolated[task_id]
 
-    def more(self, task_id: str) -> None:
+    def schedule_read(self, task_id: str) -> None:
         """Has a task's log read in the next round."""
-        self._woken[task_id] = None
-        self._stir.set()
+        self._dirty_tasks[task_id] = None
+        self._wake_event.set()
 
     def wake(self, task_ids: Iterable[str] | None, source: str) -> None:
         """Takes a hint that tasks have moved; `None` for any task."""
         self.telemetry.woken(source)
         for task_id in list(self._isolated) if task_ids is None else task_ids:
             for reader in self._isolated.get(task_id, ()):
-                reader.more(task_id)
+                reader.schedule_read(task_id)
         if task_ids is None and len(self._watched) > _FEW:
             self._check_due = True
-            self._stir.set()
+            self._wake_event.set()
             return
         # A few logs are read sooner than the versions that tell which of them moved.
         for task_id in list(self._watched) if task_ids is None else task_ids:
             if task_id in self._watched:
-                self.more(task_id)
+                self.schedule_read(task_id)
 
-    def moved(self, task_id: str, source: str) -> None:
+    def task_changed(self, task_id: str, source: str) -> None:
         """Takes the hint that this replica moved a task, and hints to the others."""
         self.wake((task_id,), source)
         if self._wakeup is not None and self._wakeup.notifies and not self._background.closed:
@@ -247,11 +247,11 @@ class Reader:
 
     def _stop(self) -> None:
         self._closing.set()
-        self._stir.set()
+        self._wake_event.set()
         if self._wakeup is not None:
             self._wakeup.stop()
 
-    async def _listen(self, wakeup: Wakeup) -> None:
+    async def _listen(self, wakeup: WakeupSource) -> None:
         loop = asyncio.get_running_loop()
         failures = 0
         began: float | None = None
@@ -285,17 +285,17 @@ class Reader:
         loop = asyncio.get_running_loop()
         try:
             while self._watched and not self._background.closed:
-                await self._stir.within(due - loop.time())
+                await self._wake_event.within(due - loop.time())
                 check = self._check_due or loop.time() >= due
                 # Cleared before the read: a wakeup that comes now leads to another round.
                 self._check_due = False
-                self._stir.clear()
-                woken, self._woken = self._woken, {}
+                self._wake_event.clear()
+                woken, self._dirty_tasks = self._dirty_tasks, {}
                 try:
                     # Each attempt gets more time, up to a limit: a slow database is not a dead
                     # one, and after a long outage a dead connection is one all the same.
-                    patience = PATIENCE * min(failures + 1, _MOST_PATIENCE)
-                    await self._round(woken, check=check, patience=patience)
+                    timeout = ROUND_TIMEOUT * min(failures + 1, _MAX_TIMEOUT_FACTOR)
+                    await self._round(woken, check=check, timeout=timeout)
                 except Exception as error:
                     unexpected = unexpected + 1 if is_unexpected(error) else 0
                     final = is_final(error) or unexpected >= _MOST_UNEXPECTED
@@ -303,7 +303,7 @@ class Reader:
                         continue
                     if final:
                         raise
-                    self._woken = woken | self._woken
+                    self._dirty_tasks = woken | self._dirty_tasks
                     await self._wait_after(error, failures := failures + 1)
                     due = 0.0
                     continue
@@ -338,7 +338,7 @@ class Reader:
             )
         await self._closing.within(_pause(failures))
 
-    async def _round(self, woken: dict[str, None], *, check: bool, patience: float) -> None:
+    async def _round(self, woken: dict[str, None], *, check: bool, timeout: float) -> None:
         if not (check or woken):
             return
         self.telemetry.round()
@@ -350,7 +350,7 @@ class Reader:
             for subscriber in self._watched.get(task_id, ())
             if subscriber.confirming
         }
-        async with self._log.connect(patience) as connection:
+        async with self._log.connect(timeout) as connection:
             ahead = await self._check(connection, woken) if check else {}
             drained = await self._read(connection, woken)
             for subscriber in confirming & drained:
@@ -363,7 +363,7 @@ class Reader:
         for subscriber in drained & ahead.keys():
             # The log was read after the version: what it did not hold was never logged.
             if subscriber.cursor.version < ahead[subscriber]:
-                subscriber.doubt()
+                subscriber.request_reconcile()
 
     async def _check(
         self, connection: AsyncConnection, woken: dict[str, None]
@@ -377,11 +377,11 @@ class Reader:
         stored = await self._log.stored(connection, list(self._watched))
         ahead: dict[Subscriber, int] = {}
         for subscriber, cursor in planned:
-            if subscriber.unsure:
-                subscriber.unsure = False
-                subscriber.doubt()
+            if subscriber.reconcile_overdue:
+                subscriber.reconcile_overdue = False
+                subscriber.request_reconcile()
                 if subscriber.suspended:
-                    subscriber.suspect(stored.get(subscriber.task_id))
+                    subscriber.suspend(stored.get(subscriber.task_id))
             if subscriber.cursor != cursor:
                 continue
             task = stored.get(subscriber.task_id)
@@ -389,8 +389,8 @@ class Reader:
                 if task.version > cursor.version:
                     woken[subscriber.task_id] = None
                     ahead[subscriber] = task.version
-            elif cursor.version and subscriber.dismissed != task:
-                subscriber.suspect(task)
+            elif cursor.version and subscriber.not_confirmed != task:
+                subscriber.suspend(task)
         return ahead
 
     async def _check_states(self, connection: AsyncConnection) -> None:
@@ -405,25 +405,25 @@ class Reader:
         if states is None:
             interval = max(interval, self._reconcile_interval - 2 * self._poll_interval)
         self._states_due = now + interval
-        suspects, self._suspects = self._suspects, {}
+        suspects, self._state_mismatches = self._state_mismatches, {}
         for subscriber in self._subscribers():
-            subscriber.dismissed = NEVER
+            subscriber.not_confirmed = NEVER
             if states is None:
                 # Only the store knows how to find its tasks.
                 if not first:
-                    subscriber.doubt()
+                    subscriber.request_reconcile()
                 continue
             if subscriber.task_id not in states:
-                subscriber.doubt()
+                subscriber.request_reconcile()
                 continue
             state, version = states[subscriber.task_id]
             # Under another version the log has more to say, and says it by itself.
             if state in (None, subscriber.state) or version != subscriber.cursor.version:
                 continue
             if suspects.get(subscriber) == state:
-                subscriber.doubt()
+                subscriber.request_reconcile()
             elif state is not None:
-                self._suspects[subscriber] = state
+                self._state_mismatches[subscriber] = state
 
     async def _read(self, connection: AsyncConnection, woken: Iterable[str]) -> set[Subscriber]:
         """Reads what follows the cursors of the woken tasks' streams, and feeds them.
@@ -449,8 +449,8 @@ class Reader:
             pages, await self._log.pages(connection, pages, self.page_size), strict=True
         ):
             self.telemetry.read(len(rows))
-            if any(row.of_earlier_life for row in rows):
-                await self._set_floor(connection, page, planned[page])
+            if any(row.is_of_earlier_incarnation for row in rows):
+                await self._skip_earlier_incarnation(connection, page, planned[page])
                 continue
             for subscriber in planned[page]:
                 if subscriber.page == page:
@@ -474,19 +474,19 @@ class Reader:
             logger.warning('The event log has a row that is no event (seq %d)', row.cursor.seq)
         return None
 
-    async def _set_floor(
+    async def _skip_earlier_incarnation(
         self, connection: AsyncConnection, page: Page, subscribers: Iterable[Subscriber]
     ) -> None:
-        floor = await self._log.earlier_life(connection, page.task_id)
+        min_seq = await self._log.end_of_earlier_incarnation(connection, page.task_id)
         for subscriber in subscribers:
             if subscriber.page != page:
                 continue
-            if floor > subscriber.floor:
-                subscriber.floor = floor
-                self.more(subscriber.task_id)
+            if min_seq > subscriber.min_seq:
+                subscriber.min_seq = min_seq
+                self.schedule_read(subscriber.task_id)
             else:
-                subscriber.doubt()
-                self.more(subscriber.task_id)
+                subscriber.request_reconcile()
+                self.schedule_read(subscriber.task_id)
 
 
 def _size(row: Row) -> int:

@@ -16,11 +16,11 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.engines import shared_connection
 from cluster_subscribe.errors import EventStreamEndedError, UnsupportedHandlerError
-from cluster_subscribe.event_log.queries import Cursor, EventLog, Stored, findable
+from cluster_subscribe.event_log.queries import Cursor, EventLog, Stored, is_valid_task_id
 from cluster_subscribe.event_log.reader import Reader
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
-from cluster_subscribe.settings import Settings, Wakeup
+from cluster_subscribe.settings import Settings, WakeupMode
 from cluster_subscribe.telemetry import TailStatistics
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class SharedTailEventStream(TaskEventStream):
 
         def new_reader() -> Reader:
             wakeup = (
-                wakeup_for(engine, log.schema.events) if settings.wakeup is Wakeup.AUTO else None
+                wakeup_for(engine, log.schema.events)
+                if settings.wakeup is WakeupMode.AUTO
+                else None
             )
             return Reader(log, wakeup, self._background, settings)
 
@@ -103,15 +105,15 @@ class SharedTailEventStream(TaskEventStream):
         running, served = asyncio.get_running_loop(), self._background.loop
         if served is None or served is running or not served.is_running():
             # In the loop's next turn: the agent waits for this one.
-            running.call_soon(self._moved, task_id, source)
+            running.call_soon(self._task_changed, task_id, source)
             return
         with suppress(RuntimeError):  # closed meanwhile
-            served.call_soon_threadsafe(self._moved, task_id, source)
+            served.call_soon_threadsafe(self._task_changed, task_id, source)
 
-    def _moved(self, task_id: str, source: str) -> None:
+    def _task_changed(self, task_id: str, source: str) -> None:
         # A loop that began meanwhile may have taken over.
         with suppress(EventStreamEndedError):
-            self._reader_here().moved(task_id, source)
+            self._reader_here().task_changed(task_id, source)
 
     def open(
         self,
@@ -129,7 +131,7 @@ class SharedTailEventStream(TaskEventStream):
             after: The version of the snapshot that the stream begins with.
             owner: The task's owner; rows of another are never delivered.
             state: The task's state at that version, to be compared with the stored one.
-            strict: Whether the stream has a store to look at when the log has a hole.
+            strict: Whether the stream has a store to look at when the log has a gap.
                 Without one it passes over holes, as the SDK's own stream does.
 
         Raises:
@@ -139,7 +141,7 @@ class SharedTailEventStream(TaskEventStream):
             TypeError: The version is not an integer.
         """
         # One that it refuses would stop the reader for all streams.
-        if not findable(task_id):
+        if not is_valid_task_id(task_id):
             raise TaskNotFoundError
         cursor = Cursor.behind(sdk.version_number(after))
         reader = self._reader_here()
@@ -160,11 +162,11 @@ class SharedTailEventStream(TaskEventStream):
                 when not given.
 
         Raises:
-            TaskNotFoundError: The task was deleted, or deleted and made anew; or no
+            TaskNotFoundError: The task was deleted, or deleted and recreated; or no
                 database can look for its id.
             EventStreamEndedError: The log cannot be read, or the server is stopping.
         """
-        if owner is None and findable(task_id):
+        if owner is None and is_valid_task_id(task_id):
             stored = await self.stored([task_id])
             owner = stored[task_id].owner if task_id in stored else None
         subscriber = self.open(task_id, after, owner, strict=False)
@@ -192,7 +194,7 @@ class SharedTailEventStream(TaskEventStream):
             raise
         except Exception:
             logger.debug('Task %s could not be compared', subscriber.task_id, exc_info=True)
-            subscriber.look_again()
+            subscriber.reconcile_failed()
             return
         raise TaskNotFoundError(f'Task {subscriber.task_id} was deleted')
 

@@ -32,13 +32,13 @@ class Current(NamedTuple):
     """`None` where it is not known."""
 
 
-class Feeder(Protocol):
+class LogReader(Protocol):
     """What a subscriber asks of the reader."""
 
     page_size: int
     """How many events a subscriber may hold."""
 
-    def more(self, task_id: str) -> None:
+    def schedule_read(self, task_id: str) -> None:
         """Has a task's log read in the next round."""
 
     def leave(self, subscriber: 'Subscriber') -> None:
@@ -65,47 +65,47 @@ class Subscriber:
         '_buffer',
         '_bytes',
         '_confirmed',
-        '_doubted',
         '_error',
         '_limit',
         '_position',
+        '_reconcile_requested',
         '_strict',
-        '_suspicion',
+        '_suspended_at',
         '_waiter',
         'behind',
         'confirming',
         'cursor',
-        'dismissed',
-        'floor',
+        'min_seq',
+        'not_confirmed',
         'owner',
         'reader',
+        'reconcile_overdue',
         'state',
         'suspended',
         'task_id',
-        'unsure',
         'variables',
     )
 
     exact = True
 
     def __init__(
-        self, task_id: str, owner: str | None, cursor: Cursor, reader: Feeder, *, strict: bool
+        self, task_id: str, owner: str | None, cursor: Cursor, reader: LogReader, *, strict: bool
     ) -> None:
         self.task_id = task_id
         self.owner = owner
         self.cursor = cursor
-        self.floor = 0
+        self.min_seq = 0
         self.state: TaskState | None = None
         """The state last fed, where it is known."""
         self.behind = False
         """Whether the log may hold more than the buffer had room for."""
-        self.unsure = False
+        self.reconcile_overdue = False
         """Whether the stream wanted to look at the store and could not."""
         self.suspended = False
         """Whether nothing may be fed until the stream has looked at the store."""
         self.confirming = False
         """Whether the stream waits for a read that begins now or later."""
-        self.dismissed: Stored | None = NEVER
+        self.not_confirmed: Stored | None = NEVER
         """What the reader saw of the store and the stream's own look did not confirm."""
         self.reader = reader
         self.variables = copy_context()
@@ -117,14 +117,14 @@ class Subscriber:
         self._bytes = 0
         self._position = cursor
         self._waiter: asyncio.Future[None] | None = None
-        self._doubted = self._confirmed = False
-        self._suspicion: Stored | None = NEVER
+        self._reconcile_requested = self._confirmed = False
+        self._suspended_at: Stored | None = NEVER
         self._error: Exception | None = None
 
     @property
     def page(self) -> Page:
         """What the reader should read for this stream."""
-        return Page(self.task_id, self.cursor, self.floor)
+        return Page(self.task_id, self.cursor, self.min_seq)
 
     @property
     def position(self) -> int:
@@ -161,12 +161,12 @@ class Subscriber:
             if self.owner is None and not self._strict:
                 # There was no task yet: whoever creates it owns it.
                 self.owner = row.owner
-            if row.owner != self.owner or row.cursor.seq <= self.floor:
+            if row.owner != self.owner or row.cursor.seq <= self.min_seq:
                 continue
-            hole = row.cursor.version > self.cursor.version + 1 and self.cursor.version
+            gap = row.cursor.version > self.cursor.version + 1 and self.cursor.version
             event = decode(row)
-            if self._strict and (hole or event is None):
-                self.doubt()
+            if self._strict and (gap or event is None):
+                self.request_reconcile()
                 break
             if event is not None:
                 self._buffer.append((event, row.cursor, len(row.data)))
@@ -180,18 +180,18 @@ class Subscriber:
         elif more and self._strict:
             # Nothing in a whole page was for this stream: the store has to say, and has the log
             # read again. Until the stream looks, the page would be the same.
-            self.doubt()
+            self.request_reconcile()
         elif more and rows:
             self.cursor = rows[-1].cursor
-            self.reader.more(self.task_id)
+            self.reader.schedule_read(self.task_id)
 
-    def doubt(self) -> None:
+    def request_reconcile(self) -> None:
         """Makes the stream look at the store once it has taken what is buffered."""
         if self._strict:
-            self._doubted = True
+            self._reconcile_requested = True
             self._wake()
 
-    def suspect(self, seen: Stored | None) -> None:
+    def suspend(self, seen: Stored | None) -> None:
         """Makes the stream look at the store before anything more is fed.
 
         Args:
@@ -199,8 +199,8 @@ class Subscriber:
                 stream. It may not see what the stream's own caller does, and there may be
                 another task under the id by the time a slow stream looks.
         """
-        self._suspicion = seen
-        self.suspended = self._doubted = True
+        self._suspended_at = seen
+        self.suspended = self._reconcile_requested = True
         self._wake()
 
     async def compare(
@@ -219,7 +219,7 @@ class Subscriber:
         """
         del position
         number = sdk.version_number(version)
-        absent = self._suspicion is None and number > 0
+        absent = self._suspended_at is None and number > 0
         if absent and await self.reader.current(self.task_id) is None:
             self.reader.isolate(self, f'it does not see task {self.task_id}, which its owner does')
         elif (absent or 0 < number < self._position.version) and await self.reader.recreated(
@@ -231,21 +231,25 @@ class Subscriber:
 
     def _resume(self) -> None:
         if self.suspended:
-            self.dismissed, self._suspicion, self.suspended = self._suspicion, NEVER, False
-            self.reader.more(self.task_id)
+            self.not_confirmed, self._suspended_at, self.suspended = (
+                self._suspended_at,
+                NEVER,
+                False,
+            )
+            self.reader.schedule_read(self.task_id)
 
-    async def lacks(self, stored: StoredTask) -> bool:
+    async def is_exhausted(self, stored: StoredTask) -> bool:
         """Whether the log holds nothing for this stream, read once more from now on."""
         del stored
         self.confirming, self._confirmed = True, False
-        self.reader.more(self.task_id)
+        self.reader.schedule_read(self.task_id)
         while not (self._buffer or self._error or self.suspended or self._confirmed):
             await self._wait()
         self.confirming = False
         return not (self._buffer or self._error or self.suspended)
 
     def confirm(self) -> None:
-        """Notes that a read which began after `lacks()` has brought all that there was."""
+        """Notes that a read which began after `is_exhausted()` has brought all that there was."""
         self._confirmed = True
         self._wake()
 
@@ -254,9 +258,9 @@ class Subscriber:
         current = await self.reader.current(self.task_id)
         return current if current and current.owner == self.owner else None
 
-    def look_again(self) -> None:
+    def reconcile_failed(self) -> None:
         """Makes the stream look once more when the database has been reached."""
-        self.unsure = True
+        self.reconcile_overdue = True
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error once it has taken what is buffered."""
@@ -273,27 +277,27 @@ class Subscriber:
         self._buffer.clear()
         self._bytes = 0
         self.cursor = self._position = Cursor.behind(version)
-        self.behind = self._doubted = False
-        self.reader.more(self.task_id)
+        self.behind = self._reconcile_requested = False
+        self.reader.schedule_read(self.task_id)
 
     async def next(self) -> VersionedEvent | None:
         """Takes the next event, or `None` if the store should be looked at."""
-        while not (self._buffer or self._error or self._doubted):
+        while not (self._buffer or self._error or self._reconcile_requested):
             await self._wait()
         if self._buffer:
             event, self._position, size = self._buffer.pop(0)
             self._bytes -= size
             if self.behind and not self._buffer:
                 # What was doubted long ago may be in the log by now, and is judged anew.
-                self.behind, self._doubted = False, self.suspended
-                self.reader.more(self.task_id)
+                self.behind, self._reconcile_requested = False, self.suspended
+                self.reader.schedule_read(self.task_id)
             # The event is shared by all streams of this replica.
             return VersionedEvent(
                 event=deepcopy(event), version=TaskVersion(self._position.version)
             )
         if self._error:
             raise self._error
-        self._doubted = False
+        self._reconcile_requested = False
         return None
 
     def close(self) -> None:

@@ -80,20 +80,20 @@ class Feed(Protocol):
     async def current(self) -> Current | None:
         """The stored version and state, where they are cheaper to have than the task."""
 
-    async def lacks(self, stored: StoredTask) -> bool:
+    async def is_exhausted(self, stored: StoredTask) -> bool:
         """Whether the events hold nothing more, though the store knows more than they do."""
 
     def restart(self, stored: StoredTask) -> None:
         """Goes on behind a task that the stream got as a snapshot."""
 
-    def look_again(self) -> None:
+    def reconcile_failed(self) -> None:
         """Has `next()` give `None` again in a while: the look at the store failed."""
 
     def close(self) -> None:
         """Ends the reading, without waiting."""
 
 
-class Look(NamedTuple):
+class OwnedTask(NamedTuple):
     """A task as stored, and whose it is."""
 
     stored: StoredTask
@@ -107,7 +107,7 @@ class Source:
 
     open: Callable[[TaskVersion, TaskState], Feed]
     """Begins to read behind a version, at which the task had a state."""
-    read: Callable[[], Awaitable[Look | None]]
+    read: Callable[[], Awaitable[OwnedTask | None]]
     """Reads the task as stored, with the subscriber's own call context."""
     variables: Context
     """The context variables of the subscriber's request."""
@@ -128,10 +128,10 @@ async def follow(
         telemetry: Told of every disagreement between the log and the store.
 
     Raises:
-        TaskNotFoundError: The task was deleted, or deleted and made anew.
+        TaskNotFoundError: The task was deleted, or deleted and recreated.
         EventStreamEndedError: The event stream ended before the task did.
     """
-    course = _Course(snapshot)
+    course = _StreamState(snapshot)
     event: Event | None
     versioned: VersionedEvent | None
     stored: StoredTask | None
@@ -155,7 +155,9 @@ async def follow(
                     if course.agrees(stored, exact=feed.exact):
                         if paused:
                             return
-                    elif (feed.exact and course.is_ahead_of(stored)) or await feed.lacks(stored):
+                    elif (feed.exact and course.is_ahead_of(stored)) or await feed.is_exhausted(
+                        stored
+                    ):
                         telemetry.reconciled(course.task_id, stored.version)
                         event = course.restart(stored)
                         feed.restart(stored)
@@ -188,26 +190,26 @@ async def follow(
 
 
 async def _look(
-    source: Source, feed: Feed, course: '_Course', telemetry: Telemetry
+    source: Source, feed: Feed, course: '_StreamState', telemetry: Telemetry
 ) -> StoredTask | None:
     """The task as stored; `None` if the store does not answer."""
     try:
         look = await source.read()
-        telemetry.looked()
+        telemetry.reconcile_succeeded()
         if look and not course.is_another(look.stored):
             await feed.compare(look.stored.version, look.owner, course.position)
             return look.stored
     except A2AError:
         raise
     except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
-        telemetry.look_failed(course.task_id, error)
-        feed.look_again()
+        telemetry.reconcile_failed(course.task_id, error)
+        feed.reconcile_failed()
         return None
     raise TaskNotFoundError(f'Task {course.task_id} was deleted')
 
 
 async def _is_current(
-    source: Source, feed: Feed, course: '_Course', telemetry: Telemetry
+    source: Source, feed: Feed, course: '_StreamState', telemetry: Telemetry
 ) -> bool | None:
     """Whether the stream has delivered all that is stored; `None` if the store does not answer."""
     try:
@@ -222,7 +224,7 @@ async def _is_current(
     return None if stored is None else course.agrees(stored, exact=feed.exact)
 
 
-class _Course:
+class _StreamState:
     """Where one stream stands: what it has delivered, and what it may deliver next."""
 
     __slots__ = ('_context_id', '_floor', 'position', 'state', 'task_id')
@@ -337,14 +339,14 @@ class StreamFeed:
     async def current(self) -> None:
         """Not known here."""
 
-    async def lacks(self, stored: StoredTask) -> bool:
+    async def is_exhausted(self, stored: StoredTask) -> bool:
         """Whether two looks in a row found the same, or nothing more can come."""
         looks, *before = self._contradicted or (0,)
         found = [stored.version, stored.task.status.state]
         self._contradicted = self._looks, stored.version, stored.task.status.state
         return self.ended or (looks + 1 == self._looks and before == found)
 
-    def look_again(self) -> None:
+    def reconcile_failed(self) -> None:
         """Does nothing: silence alone makes the stream look."""
 
     async def next(self) -> VersionedEvent | None:

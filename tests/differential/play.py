@@ -51,7 +51,7 @@ async def play(
     parts: Parts,
     scenes: Sequence[Scene],
     decorate: Callable[[RequestHandler], RequestHandler],
-    patience: float,
+    timeout: float,
     *,
     alone: bool,
 ) -> Played:
@@ -62,7 +62,7 @@ async def play(
         parts: How the replicas are built.
         scenes: What clients do, one after the other.
         decorate: Wraps a handler, or leaves it bare.
-        patience: Seconds of silence after which a stream counts as hung.
+        timeout: Seconds of silence after which a stream counts as hung.
         alone: Whether the handlers are bare.
     """
     played = Played()
@@ -72,7 +72,7 @@ async def play(
                 for seen in await scene(lab):
                     # Alone, what only the wrapper heals is no reference.
                     if isinstance(seen.by, Watch) and not (alone and seen.healed):
-                        await settle([seen.by], seen.right, patience)
+                        await settle([seen.by], seen.right, timeout)
                     place, timeline = seen.by.place, seen.by.timeline
                     line = Line(scene.__name__, place, seen.right, timeline, healed=seen.healed)
                     played.lines.append(line)

@@ -48,17 +48,17 @@ async def test_what_is_right_bare_is_right_wrapped(
         made: RequestHandler = way.wrap(handler, settings=SETTINGS)
         return way.around(made)
 
-    patience = 1 if way.broken else 20
+    timeout = 1 if way.broken else 20
     with way.loop():
         async with fresh_database(backend) as url, way.database(url) as url:
-            alone = await play(url, way.parts, way.scenes, bare, patience, alone=True)
+            alone = await play(url, way.parts, way.scenes, bare, timeout, alone=True)
         assert all(line.is_right or line.healed for line in alone.lines), side_by_side(alone, alone)
         async with fresh_database(backend) as url, way.database(url) as url:
             if way.refused:
                 with pytest.raises(UnsupportedHandlerError):
-                    await play(url, way.parts, way.scenes, wrapped, patience, alone=False)
+                    await play(url, way.parts, way.scenes, wrapped, timeout, alone=False)
                 return
-            ours = await play(url, way.parts, way.scenes, wrapped, patience, alone=False)
+            ours = await play(url, way.parts, way.scenes, wrapped, timeout, alone=False)
     report = side_by_side(alone, ours)
     assert all(line.is_right for line in ours.lines), report
     assert ours.tasks == alone.tasks or any(line.healed for line in alone.lines), report
@@ -83,7 +83,7 @@ ELABORATE = Parts(engine=engine(poolclass=NullPool).engine, handler=Untouched, m
 async def test_what_is_healed_is_healed_in_an_elaborate_app(fault: Fault, sqlite_url: str) -> None:
     outcome = await fault.play(
         sqlite_url,
-        patience=20,
+        timeout=20,
         parts=ELABORATE,
         decorate=lambda handler: wrap(handler, settings=SETTINGS),
     )

@@ -27,7 +27,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Cluster, Replica, Watch
 from cluster_subscribe._testing.cluster import Turn, caller
-from cluster_subscribe.settings import CloseOn, Evict, Wakeup
+from cluster_subscribe.settings import CloseOn, Evict, WakeupMode
 from tests.model.model import TERMINAL, Client, Life, Row, Seen
 
 BACKSTOP, PARTS = 12.0, 4
@@ -205,7 +205,7 @@ class Reading:
     @property
     def idle(self) -> bool:
         """Whether the reader has nothing to read."""
-        return not (self._busy or self.reader._stir.is_set()) or not self.running
+        return not (self._busy or self.reader._wake_event.is_set()) or not self.running
 
     def waiting(self) -> int:
         """How many streams have taken all that was read for them."""
@@ -217,11 +217,11 @@ class Reading:
         self.stop_at = None
         self._go.set()
 
-    async def _counted(self, woken: dict[str, None], *, check: bool, patience: float) -> None:
+    async def _counted(self, woken: dict[str, None], *, check: bool, timeout: float) -> None:
         began = self.now
         self._busy = True
         try:
-            await self._round(woken, check=check, patience=patience)
+            await self._round(woken, check=check, timeout=timeout)
         finally:
             self._busy = False
         if check:
@@ -255,7 +255,7 @@ class Bench:
         self._events: dict[int, Any] = {}
         settings = Settings(
             close_on=config.close_on,
-            wakeup=Wakeup.AUTO if config.wakeups == 'auto' else Wakeup.POLL,
+            wakeup=WakeupMode.AUTO if config.wakeups == 'auto' else WakeupMode.POLL,
             evict=config.evict,
             poll_interval=POLL,
             reconcile_interval=2 * POLL,

@@ -123,8 +123,8 @@ _FEED: Final = """\
                 subscriber.feed("""
 _TAKE: Final = """\
             self._check_due = False
-            self._stir.clear()
-            woken, self._woken = self._woken, {}
+            self._wake_event.clear()
+            woken, self._dirty_tasks = self._dirty_tasks, {}
 """
 _PAUSED: Final = """\
                     if current:
@@ -151,7 +151,7 @@ MUTANTS: Final = (
             'version_number(after)',
             'version_number(after) - 1',
         ),
-        (subscription, '_Course.admit', 'if not version.is_after(self._floor)', 'if False'),
+        (subscription, '_StreamState.admit', 'if not version.is_after(self._floor)', 'if False'),
     ),
     _mutant(
         'the version filter is off by one: the next event left out',
@@ -191,12 +191,14 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a wakeup in mid-round is dropped, and only the timer is left',
-        (reader, 'Reader._run', _TAKE, '            woken = self._woken\n'),
+        (reader, 'Reader._run', _TAKE, '            woken = self._dirty_tasks\n'),
         (
             reader,
             'Reader._run',
             '            if failures:\n',
-            _TAKE.replace('woken, self._woken = self._woken, {}', 'self._woken = {}')
+            _TAKE.replace(
+                'woken, self._dirty_tasks = self._dirty_tasks, {}', 'self._dirty_tasks = {}'
+            )
             + '            if failures:\n',
         ),
     ),
@@ -211,7 +213,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a live task is evicted',
-        (local_task, '_is_overtaken', 'local.at_rest\n        and ', ''),
+        (local_task, '_is_overtaken', 'local.is_unused\n        and ', ''),
         (
             eviction,
             'Eviction.evict',
@@ -221,11 +223,11 @@ MUTANTS: Final = (
     ),
     _mutant(
         'the record of an appended message is delivered, or closes',
-        (subscription, '_Course.admit', 'self._records_a_message(event)', 'False'),
+        (subscription, '_StreamState.admit', 'self._records_a_message(event)', 'False'),
     ),
     _mutant(
-        'a hole in the versions is passed over',
-        (subscriber, 'Subscriber.feed', '(hole or event is None)', 'event is None'),
+        'a gap in the versions is passed over',
+        (subscriber, 'Subscriber.feed', '(gap or event is None)', 'event is None'),
     ),
     _mutant(
         'a store that is ahead of its log goes unnoticed',
@@ -240,9 +242,9 @@ MUTANTS: Final = (
         (reader, 'Reader._check', 'elif cursor.version and', 'elif False and'),
     ),
     _mutant(
-        'the rows of an earlier life are delivered',
+        'the rows of an earlier incarnation are delivered',
         (log, 'EventLog._page', 'c.seq >= lives.scalar_subquery(),', ''),
-        (reader, 'Reader._read', 'any(row.of_earlier_life for row in rows)', 'False'),
+        (reader, 'Reader._read', 'any(row.is_of_earlier_incarnation for row in rows)', 'False'),
     ),
     _mutant(
         'a stream ends at a question that has been answered',
@@ -284,7 +286,7 @@ MUTANTS: Final = (
         (
             eviction,
             'Eviction.drop_stale_copy',
-            'not superseded(local, stored.version) or',
+            'not is_superseded(local, stored.version) or',
             'True or',
         ),
     ),

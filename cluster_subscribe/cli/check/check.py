@@ -6,7 +6,7 @@ from shutil import get_terminal_size
 from typing import Final
 
 from cluster_subscribe._testing import FAULTS, Decorate, Fault
-from cluster_subscribe.cli.check.play import WRAP, Patience, play
+from cluster_subscribe.cli.check.play import WRAP, Timeouts, play
 from cluster_subscribe.cli.check.report import Report
 from cluster_subscribe.cli.check.sandbox import sandbox
 from cluster_subscribe.cli.database import find
@@ -26,7 +26,7 @@ async def check(  # noqa: PLR0913
     as_json: bool = False,
     verbose: bool = False,
     decorate: Decorate = WRAP,
-    patience: Patience = Patience(),  # noqa: B008 - frozen
+    timeout: Timeouts = Timeouts(),  # noqa: B008 - frozen
 ) -> int:
     """Plays the faults, stock and wrapped, and prints how they went.
 
@@ -36,7 +36,7 @@ async def check(  # noqa: PLR0913
         as_json: Whether to print JSON, not a table.
         verbose: Whether the table is followed by what every stream carried.
         decorate: What wraps the handlers.
-        patience: When a silent stream counts as hung.
+        timeout: When a silent stream counts as hung.
 
     Returns:
         The exit status: 0 if everything wrapped is right, 1 if something is not.
@@ -51,7 +51,7 @@ async def check(  # noqa: PLR0913
     url = find(database_url or 'sqlite:///tasks.db')
     async with sandbox(url if database_url else None) as place:
         with progress('The check begins') as tell:
-            rows = await play(faults, place, decorate, patience, tell)
+            rows = await play(faults, place, decorate, timeout, tell)
         report = Report(rows, place, of_all=len(faults) == len(FAULTS))
         if as_json:
             print(report.as_json())

@@ -21,7 +21,7 @@ _GRACE: Final = 5.0
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Seconds of silence after which a stream counts as hung."""
 
     stock: float = 1.5
@@ -52,7 +52,7 @@ async def play(
     faults: Sequence[Fault],
     place: Sandbox,
     decorate: Decorate,
-    patience: Patience,
+    timeout: Timeouts,
     tell: Callable[[str], None],
 ) -> list[Row]:
     """Plays each fault as the SDK alone handles it, and wrapped.
@@ -74,7 +74,7 @@ async def play(
         return plays
 
     stock, wrapped = await asyncio.gather(
-        column(patience=patience.stock), column(patience=patience.wrapped, decorate=decorate)
+        column(timeout=timeout.stock), column(timeout=timeout.wrapped, decorate=decorate)
     )
     return [Row(*row) for row in zip(faults, stock, wrapped, strict=True)]
 

@@ -39,14 +39,14 @@ _LIMIT: Final = 60.0
 
 
 async def play(
-    addresses: Mapping[str, str], context_id: str, patience: float, tell: Callable[[str], None]
+    addresses: Mapping[str, str], context_id: str, timeout: float, tell: Callable[[str], None]
 ) -> list[Timeline]:
     """Plays the task: turn 1 on A, the reply to B, resubscriptions through A, B and C.
 
     Args:
         addresses: Where the replicas are, by name.
         context_id: The context of the task.
-        patience: Seconds of silence after the end of the task until a stream that is
+        timeout: Seconds of silence after the end of the task until a stream that is
             still open counts as hung.
         tell: Is told in words how far it is.
 
@@ -57,12 +57,12 @@ async def play(
         Failure: The turns themselves did not work.
     """
     # No proxy stands between, and a stream may be silent for as long as it likes.
-    timeout = httpx.Timeout(_LIMIT, read=None)
+    limits = httpx.Timeout(_LIMIT, read=None)
     try:
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as http:
+        async with httpx.AsyncClient(timeout=limits, trust_env=False) as http:
             config = ClientConfig(httpx_client=http)
             clients = {name: await create_client(at, config) for name, at in addresses.items()}
-            return await asyncio.wait_for(_Scene(clients, patience, tell).play(context_id), _LIMIT)
+            return await asyncio.wait_for(_Scene(clients, timeout, tell).play(context_id), _LIMIT)
     except asyncio.TimeoutError:
         raise Failure(f'The task took more than {_LIMIT:g} seconds') from None
     except (A2AClientError, A2AError) as error:
@@ -71,10 +71,10 @@ async def play(
 
 class _Scene:
     def __init__(
-        self, clients: Mapping[str, Client], patience: float, tell: Callable[[str], None]
+        self, clients: Mapping[str, Client], timeout: float, tell: Callable[[str], None]
     ) -> None:
         self._clients = clients
-        self._patience = patience
+        self._timeout = timeout
         self._tell = tell
         self._timelines = [Timeline(name) for name in clients]
         self._watchers: list[asyncio.Task[None]] = []
@@ -134,7 +134,7 @@ class _Scene:
         """Waits until every stream has ended, or none says anything any more."""
         self._tell('the task is over, is every client told?')
         while running := [watcher for watcher in self._watchers if not watcher.done()]:
-            left = self._heard + self._patience - time.monotonic()
+            left = self._heard + self._timeout - time.monotonic()
             if left <= 0:
                 break
             await asyncio.wait(running, timeout=left, return_when=asyncio.FIRST_COMPLETED)

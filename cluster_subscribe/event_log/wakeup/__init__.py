@@ -16,7 +16,7 @@ from cluster_subscribe.event_log.wakeup.shared import SharedPostgresqlWakeup
 from cluster_subscribe.event_log.wakeup.sqlite import SqliteWakeup
 
 
-class Wakeup(Protocol):
+class WakeupSource(Protocol):
     """A source of wakeups that other processes feed."""
 
     notifies: bool
@@ -35,7 +35,7 @@ class Wakeup(Protocol):
         """Hints to the other replicas that a task moved. Never waits, never raises."""
 
 
-def wakeup_for(engine: AsyncEngine, events: Table) -> Wakeup | None:
+def wakeup_for(engine: AsyncEngine, events: Table) -> WakeupSource | None:
     """The wakeup that an engine's database offers; `None` where there is only the timer."""
     if engine.dialect.name == 'postgresql' and engine.dialect.driver == 'asyncpg':
         return SharedPostgresqlWakeup(engine, events.name)
@@ -49,6 +49,6 @@ __all__ = [
     'SharedPostgresqlWakeup',
     'SqliteWakeup',
     'Wake',
-    'Wakeup',
+    'WakeupSource',
     'wakeup_for',
 ]

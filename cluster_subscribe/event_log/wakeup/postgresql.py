@@ -10,7 +10,7 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import Signal, in_time
-from cluster_subscribe.event_log.queries import findable
+from cluster_subscribe.event_log.queries import is_valid_task_id
 from cluster_subscribe.event_log.wakeup.detached import Wake, detached
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class PostgresqlWakeup:
         # Identifiers end at 63 bytes; two tables must not share a channel by cutting.
         self._channel = f'cluster_subscribe_{sha256(table.encode()).hexdigest()[:16]}'
         self._pending: dict[str, None] = {}
-        self._stir = Signal()
+        self._wake_event = Signal()
         self._stop = Signal()
         self._deaf = False
         """Whether the last trial did not come back."""
@@ -50,16 +50,16 @@ class PostgresqlWakeup:
         if (
             not (self._deaf or self._stop.is_set())
             and len(self._pending) < _PENDING
-            and findable(task_id)
+            and is_valid_task_id(task_id)
             and '\n' not in task_id
         ):
             self._pending[task_id] = None
-            self._stir.set()
+            self._wake_event.set()
 
     def stop(self) -> None:
         """Makes `run()` close its connection and return."""
         self._stop.set()
-        self._stir.set()
+        self._wake_event.set()
 
     async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
         """Listens and notifies until stopped, or unused for a while.
@@ -92,7 +92,7 @@ class PostgresqlWakeup:
                 elif pid != own:
                     wake(payload.split('\n'), 'notify')
 
-            raw.add_termination_listener(lambda _connection: self._stir.set())
+            raw.add_termination_listener(lambda _connection: self._wake_event.set())
             await _answered(raw, raw.add_listener(self._channel, hear))
             await self._send(raw, trial)
             if not await heard.within(_TRIAL):
@@ -105,12 +105,12 @@ class PostgresqlWakeup:
 
     async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
         while not self._stop.is_set():
-            if not self._pending and not await self._stir.within(_LINGER):
+            if not self._pending and not await self._wake_event.within(_LINGER):
                 if not wanted():
                     return
                 # A connection that died without a word would never be missed.
                 await _answered(raw, raw.execute('SELECT 1'))
-            self._stir.clear()
+            self._wake_event.clear()
             if raw.is_closed():
                 raise ConnectionError('closed by the server')
             pending, self._pending = self._pending, {}

@@ -57,12 +57,12 @@ class SqliteWakeup:
                 unchanged = unchanged + 1 if now == seen else 0
                 if now != seen:
                     seen = now
-                    moved = await self._moved(connection)
+                    moved = await self._task_changed(connection)
                     if moved is None or moved:
                         wake(moved, 'data_version')
                 await asyncio.sleep(_BUSY if unchanged < _PATIENCE else _IDLE)
 
-    async def _moved(self, connection: AsyncConnection) -> set[str] | None:
+    async def _task_changed(self, connection: AsyncConnection) -> set[str] | None:
         """The tasks with new rows; `None` where they cannot be told, as after a deletion.
 
         A hint, and what it misses the timer finds: not every commit adds a row.
