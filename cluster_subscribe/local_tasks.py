@@ -23,13 +23,13 @@ from cluster_subscribe.executor_seam import ExecutorSeam
 from cluster_subscribe.local_state import LocalState, classify, is_superseded, unregister
 from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
-from cluster_subscribe.subscription.follow import TERMINAL_STATES
+from cluster_subscribe.subscription.rules import TERMINAL_STATES
 from cluster_subscribe.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
 
-class Eviction:
+class LocalTasks:
     """Guards the `ActiveTask`s of one wrapped handler. Lives as long as the app."""
 
     def __init__(  # noqa: PLR0913

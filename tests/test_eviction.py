@@ -305,7 +305,7 @@ class Schedule:
     async def evict_at_once(self, number: int, task: Task) -> None:
         """Tries in every single turn of the loop, with the version as stored at that moment."""
         handler: Any = self.handlers[number]
-        evict = handler._ClusterSubscribeHandler__eviction.evict
+        evict = handler._ClusterSubscribeHandler__local_tasks.evict
         while True:
             if (local := sdk.local_task(self.stock[number], task.id)) is not None:
                 evict(local, TaskVersion(self.memory.tasks[task.id, 'user'][1]))

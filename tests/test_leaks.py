@@ -35,7 +35,7 @@ from cluster_subscribe import ClusterSubscribeHandler
 from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from cluster_subscribe.event_log.subscriber import Subscriber
-from cluster_subscribe.subscription.follow import _StreamState
+from cluster_subscribe.subscription.rules import StreamState
 from tests.writer import BACKSTOP, Writer, eventually, wrapping
 
 ASKED = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SUBSCRIPTIONS', '0'))
@@ -126,10 +126,10 @@ class Ledger:
             'open in the event log': told.event_log.open_subscriptions,
             'watched tasks': told.event_log.watched_tasks,
             'connections': self._pool.checkedout(),
-            'active requests': self._handler._ClusterSubscribeHandler__eviction.active_requests,
+            'active requests': self._handler._ClusterSubscribeHandler__local_tasks.active_requests,
             'tasks': sum(map(_lasts_no_longer_than_a_subscription, asyncio.all_tasks())),
             'subscribers': sum(
-                isinstance(one, Subscriber | _StreamState) for one in gc.get_objects()
+                isinstance(one, Subscriber | StreamState) for one in gc.get_objects()
             ),
         }
 

@@ -86,7 +86,7 @@ class Subscriber:
         'variables',
     )
 
-    exact = True
+    versions_comparable = True
 
     def __init__(
         self, task_id: str, owner: str | None, cursor: Cursor, reader: LogReader, *, strict: bool

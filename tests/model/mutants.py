@@ -21,6 +21,7 @@ from cluster_subscribe import local_tasks as eviction
 from cluster_subscribe.event_log import queries as log
 from cluster_subscribe.event_log import reader, stream, subscriber
 from cluster_subscribe.subscription import follow as subscription
+from cluster_subscribe.subscription import rules
 from tests.mechanisms import replaced
 from tests.model.__main__ import database
 from tests.model.machine import run, world
@@ -129,7 +130,8 @@ _TAKE: Final = """\
 _PAUSED: Final = """\
                     if current:
                         return
-                    paused = current is None
+                    # Where the store does not answer, the next comparison says.
+                    state.paused = current is None
 """
 
 _BEHIND: Final = """\
@@ -151,7 +153,7 @@ MUTANTS: Final = (
             'version_number(after)',
             'version_number(after) - 1',
         ),
-        (subscription, '_StreamState.admit', 'if not version.is_after(self._floor)', 'if False'),
+        (rules, 'StreamState.deliver', 'if not version.is_after(self._start)', 'if False'),
     ),
     _mutant(
         'the version filter is off by one: the next event left out',
@@ -208,7 +210,9 @@ MUTANTS: Final = (
             subscription,
             'follow',
             '    finally:\n        telemetry',
-            '    except asyncio.CancelledError:\n        return\n    finally:\n        telemetry',
+            '    except BaseException as error:\n'
+            "        if type(error).__name__ != 'CancelledError':\n            raise\n"
+            '    finally:\n        telemetry',
         ),
     ),
     _mutant(
@@ -216,14 +220,14 @@ MUTANTS: Final = (
         (local_task, '_is_overtaken', 'local.is_unused\n        and ', ''),
         (
             eviction,
-            'Eviction.evict',
+            'LocalTasks.evict',
             'local.active.task_id in self._active_requests',
             'False',
         ),
     ),
     _mutant(
         'the record of an appended message is delivered, or closes',
-        (subscription, '_StreamState.admit', 'self._records_a_message(event)', 'False'),
+        (rules, 'StreamState.deliver', 'self._records_a_message(event)', 'False'),
     ),
     _mutant(
         'a gap in the versions is passed over',
@@ -257,20 +261,20 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a stream never ends at a question',
-        (subscription, 'follow', 'paused = (', 'paused = False and ('),
+        (rules, 'StreamState.ends_with', 'self.paused = (', 'self.paused = False and ('),
     ),
     _mutant(
         'a stream ends at AUTH_REQUIRED',
         (
-            subscription,
-            'follow',
+            rules,
+            'StreamState.ends_with',
             'state == TaskState.TASK_STATE_INPUT_REQUIRED',
             'state in (TaskState.TASK_STATE_INPUT_REQUIRED, TaskState.TASK_STATE_AUTH_REQUIRED)',
         ),
     ),
     _mutant(
         'close_on=terminal is ignored',
-        (subscription, 'follow', 'close_on is CloseOn.INTERRUPTED and ', ''),
+        (rules, 'StreamState.ends_with', 'self._close_on is CloseOn.INTERRUPTED and ', ''),
     ),
     _mutant(
         'what a slow reader has no room for is lost',
@@ -285,7 +289,7 @@ MUTANTS: Final = (
         'a cancel writes an old copy of the task',
         (
             eviction,
-            'Eviction.drop_stale_copy',
+            'LocalTasks.drop_stale_copy',
             'not is_superseded(local, stored.version) or',
             'True or',
         ),
