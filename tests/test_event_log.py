@@ -42,7 +42,7 @@ from cluster_subscribe._testing import Cluster, Decorate, label
 from cluster_subscribe._testing.cluster import caller, cluster
 from cluster_subscribe.event_log import queries as event_log
 from cluster_subscribe.event_log import reader as event_log_reader
-from cluster_subscribe.event_log.queries import Cursor, EventLog, Page
+from cluster_subscribe.event_log.queries import Cursor, EventLog, Page, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
@@ -238,6 +238,24 @@ async def test_a_slow_stream_of_a_deleted_task_does_not_take_the_next_for_its_ow
     await writer.store.delete('task', caller())
     await eventually(lambda: subscriber.suspended)
     await writer.begin()
+    await writer.say('b', 'c', 'd')
+    assert await take(subscriber) == ['art a']
+    with pytest.raises(TaskNotFoundError):
+        await look(writer, subscriber)
+    subscriber.close()
+
+
+async def test_a_recreated_task_that_the_reader_has_seen_again_is_another(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    subscriber = tail.open('task', version, 'user')
+    await writer.say('a')
+    await eventually(lambda: subscriber.cursor.version == 2)
+    await writer.store.delete('task', caller())
+    await eventually(lambda: subscriber.suspended)
+    await writer.begin()
+    await eventually(lambda: subscriber._suspended_at == Stored('user', 1))
     await writer.say('b', 'c', 'd')
     assert await take(subscriber) == ['art a']
     with pytest.raises(TaskNotFoundError):

@@ -220,11 +220,16 @@ class Subscriber:
         del position
         number = sdk.version_number(version)
         absent = self._suspended_at is None and number > 0
+        # By now the new incarnation of a deleted task may have a higher version than the stream,
+        # and the reader may have seen it since it saw no task.
+        suspect = number > 0 and (
+            self.suspended
+            or number < self._position.version
+            or (owner is not None and self.owner not in (None, owner))
+        )
         if absent and await self.reader.current(self.task_id) is None:
             self.reader.isolate(self, f'it does not see task {self.task_id}, which its owner does')
-        elif (absent or 0 < number < self._position.version) and await self.reader.recreated(
-            self.task_id, self._position
-        ):
+        elif suspect and await self.reader.recreated(self.task_id, self._position):
             raise TaskNotFoundError(f'Task {self.task_id} was deleted')
         self.owner = owner if owner is not None else self.owner
         self._resume()
