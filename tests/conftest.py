@@ -29,7 +29,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Decorate
-from tests.writer import Writer
+from tests.support.writer import Writer
 
 
 @pytest.fixture(autouse=True)

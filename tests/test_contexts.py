@@ -25,7 +25,7 @@ from cluster_subscribe._testing import Cluster, Decorate, label
 from cluster_subscribe._testing.cluster import Replica, caller, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.queries import EventLog
-from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 NO_POOL = {'poolclass': NullPool}
 

@@ -35,7 +35,7 @@ from cluster_subscribe._testing import ScriptedAgent, Watch
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.event_log.queries import EventLog
-from tests.writer import Writer, eventually, take, wrapping
+from tests.support.writer import Writer, eventually, take, wrapping
 
 LIMIT = 20.0
 """Seconds after which a stream counts as hung."""

@@ -47,7 +47,7 @@ from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
 from cluster_subscribe.event_log.wakeup.detached import detached
-from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 FAST = {'poll_interval': 0.1, 'reconcile_interval': 0.4}
 

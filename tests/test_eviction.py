@@ -33,7 +33,7 @@ from a2a.utils.errors import A2AError
 from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
 from cluster_subscribe._testing import Cluster, Decorate, Replica
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
-from tests.memory import TERMINAL, Memory, MemoryStore, MemoryStream
+from tests.support.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 
 SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))
 """Random schedules in one run of the test."""

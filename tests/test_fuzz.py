@@ -34,7 +34,7 @@ from sqlalchemy import text
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Watch, agent
 from cluster_subscribe._testing.cluster import caller, cluster
-from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 fuzz = settings(
     database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -14,8 +14,8 @@ from sqlalchemy import event as sqlalchemy_event
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe.event_log import subscriber as event_log_subscriber
+from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
 from tests.test_reconcile import Reading, serving, subscribers
-from tests.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 STREAMS = 200
 

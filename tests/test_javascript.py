@@ -16,7 +16,7 @@ from a2a.types import Task
 
 from cluster_subscribe._testing import Cluster, Decorate
 from cluster_subscribe._testing.cluster import agent_card, cluster
-from tests.wire import app, web
+from tests.support.transports import app, web
 
 PROGRAM = Path(__file__).parent / 'javascript'
 BINDINGS = pytest.mark.parametrize('binding', ['JSONRPC', 'HTTP+JSON'])

@@ -36,7 +36,7 @@ from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.subscription.rules import StreamState
-from tests.writer import BACKSTOP, Writer, eventually, wrapping
+from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
 
 ASKED = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SUBSCRIPTIONS', '0'))
 """Subscriptions of a long run; over a wire a fifth of it."""

@@ -46,7 +46,7 @@ from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import WakeupMode
 from cluster_subscribe.telemetry import TailStatistics
-from tests.proxy import Proxy, proxy
+from tests.support.proxy import Proxy, proxy
 
 LIMIT = 60.0
 """Seconds after which a stream counts as hung; nothing waits for them to pass."""

@@ -30,7 +30,7 @@ from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Cluster, label
 from cluster_subscribe._testing.agent import ScriptedAgent
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster
-from tests.writer import BACKSTOP, Writer, eventually, wrapping
+from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
 
 FOREIGNERS = ['somebody', 'USER', 'User', 'user ', ' user', 'üser', 'user\t', 'user😀', '']
 """Who is not 'user', though MySQL's collations call some of them equal."""

@@ -28,7 +28,7 @@ from cluster_subscribe import ClusterSubscribeHandler, Settings, background, wra
 from cluster_subscribe._testing import Decorate, Replica, ScriptedAgent
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
 from cluster_subscribe.task_reader import reads_at_once
-from tests.memory import Memory, MemoryStore, MemoryStream
+from tests.support.memory import Memory, MemoryStore, MemoryStream
 
 
 class Store(MemoryStore):

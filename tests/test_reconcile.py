@@ -23,7 +23,7 @@ from cluster_subscribe._testing import label
 from cluster_subscribe._testing.agent import ScriptedAgent
 from cluster_subscribe._testing.cluster import agent_card, caller, cluster
 from cluster_subscribe.event_log.subscriber import Subscriber
-from tests.writer import BACKSTOP, Writer, eventually, wrapping
+from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
 
 FAST = {'poll_interval': 0.05, 'reconcile_interval': 0.4}
 

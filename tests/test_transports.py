@@ -25,8 +25,16 @@ from sse_starlette import EventSourceResponse
 from cluster_subscribe import Settings, wrap
 from cluster_subscribe._testing import FAULTS, Cluster, Decorate, Watch
 from cluster_subscribe._testing.cluster import Reach, cluster, settle
+from tests.support.transports import (
+    TRANSPORTS,
+    USER,
+    Transport,
+    balanced,
+    direct,
+    http_client,
+    serve,
+)
 from tests.test_contract import healed
-from tests.wire import TRANSPORTS, USER, Transport, balanced, direct, http_client, serve
 
 EVERYTHING = bool(os.environ.get('CLUSTER_SUBSCRIBE_TEST_EVERY_TRANSPORT'))
 CORE = ['jsonrpc', 'rest', 'rest-get', 'grpc', 'jsonrpc-0.3']

@@ -31,7 +31,7 @@ from a2a.utils.errors import TaskNotCancelableError
 from cluster_subscribe import Settings, wrap
 from cluster_subscribe._testing.cluster import agent_card, caller, label, user_message
 from cluster_subscribe.executor_seam import ExecutorSeam
-from tests.memory import Memory, MemoryStore, MemoryStream
+from tests.support.memory import Memory, MemoryStore, MemoryStream
 
 Act = Callable[[TaskUpdater], Awaitable[None]]
 both = pytest.mark.parametrize('wrapped', [False, True], ids=['bare', 'wrapped'])

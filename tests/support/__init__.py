@@ -1,0 +1,1 @@
+"""What tests share: databases, doubles, transports and a proxy in front of a database."""
