@@ -69,7 +69,7 @@ _READER: Final = 'event_log/reader.py'
 _SUBSCRIBER: Final = 'event_log/subscriber.py'
 _LISTEN: Final = 'event_log/wakeup/postgresql.py'
 _CARRIES_NOTHING: Final = (
-    'test_event_log.py::'
+    'test_delivery.py::'
     'test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one_warning'
 )
 
@@ -96,7 +96,7 @@ MECHANISMS: Final = (
         _READER,
         'subscriber.fail(EventStreamEndedError(message))',
         'pass',
-        'test_event_log.py::test_closing_ends_every_stream_with_an_error',
+        'test_delivery.py::test_closing_ends_every_stream_with_an_error',
     ),
     # Cut wires.
     _mechanism(
@@ -111,7 +111,7 @@ MECHANISMS: Final = (
         'test_outages.py::test_terminated_backends[poll-postgresql]',
         'test_outages.py::test_a_restarted_database',
         'test_outages.py::test_a_locked_sqlite_file',
-        'test_event_log.py::test_an_exhausted_pool_delays_and_loses_nothing',
+        'test_delivery.py::test_an_exhausted_pool_delays_and_loses_nothing',
     ),
     _mechanism(
         'the pause between two attempts has a limit',
@@ -171,16 +171,16 @@ MECHANISMS: Final = (
         _READER,
         '            failures += 1\n            await self._closing',
         '            return\n            await self._closing',
-        'test_event_log.py::test_a_lost_listen_connection_is_rebuilt',
+        'test_delivery.py::test_a_lost_listen_connection_is_rebuilt',
         'test_outages.py::test_a_listen_connection_that_falls_silent_is_rebuilt',
-        'test_event_log.py::test_the_stream_survives_its_connections',
+        'test_delivery.py::test_the_stream_survives_its_connections',
     ),
     _mechanism(
         'the timer looks where nothing wakes',
         _READER,
         'within(due - loop.time())',
         'within(1e9)',
-        'test_event_log.py::test_a_muted_wakeup_costs_only_latency',
+        'test_delivery.py::test_a_muted_wakeup_costs_only_latency',
         'test_outages.py::test_pgbouncer_in_transaction_mode',
     ),
     _mechanism(
