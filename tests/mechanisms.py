@@ -69,7 +69,7 @@ _READER: Final = 'event_log/reader.py'
 _SUBSCRIBER: Final = 'event_log/subscriber.py'
 _LISTEN: Final = 'event_log/wakeup/postgresql.py'
 _CARRIES_NOTHING: Final = (
-    'test_delivery.py::'
+    'test_wakeups.py::'
     'test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one_warning'
 )
 
@@ -171,7 +171,7 @@ MECHANISMS: Final = (
         _READER,
         '            failures += 1\n            await self._closing',
         '            return\n            await self._closing',
-        'test_delivery.py::test_a_lost_listen_connection_is_rebuilt',
+        'test_wakeups.py::test_a_lost_listen_connection_is_rebuilt',
         'test_outages.py::test_a_listen_connection_that_falls_silent_is_rebuilt',
         'test_delivery.py::test_the_stream_survives_its_connections',
     ),
@@ -180,7 +180,7 @@ MECHANISMS: Final = (
         _READER,
         'within(due - loop.time())',
         'within(1e9)',
-        'test_delivery.py::test_a_muted_wakeup_costs_only_latency',
+        'test_wakeups.py::test_a_muted_wakeup_costs_only_latency',
         'test_outages.py::test_pgbouncer_in_transaction_mode',
     ),
     _mechanism(

@@ -1,0 +1,178 @@
+"""What the log does not tell: gaps, deleted and recreated tasks, other owners."""
+
+import pytest
+
+from a2a.utils.errors import TaskNotFoundError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from cluster_subscribe import Settings, SharedTailEventStream, sdk
+from cluster_subscribe._testing.cluster import caller
+from cluster_subscribe.event_log.queries import Stored
+from cluster_subscribe.event_log.subscriber import Subscriber
+from tests.support.writer import Writer, eventually, take
+
+
+async def test_a_write_that_was_not_logged_makes_the_stream_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    subscriber = tail.open('task', version, 'user')
+    version = await writer.say('a', logged=False)
+    assert await take(subscriber) == ['look']
+    stored = await writer.store.get('task', caller())
+    assert stored is not None
+    assert stored.version == version
+    subscriber.restart(stored)
+    await writer.say('b')
+    assert await take(subscriber) == ['art b']
+    subscriber.close()
+
+
+async def test_rows_behind_a_hole_wait_for_the_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    await writer.say('a')
+    await writer.say('b', logged=False)
+    await writer.say('c')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber, 2) == ['art a', 'look']
+    subscriber.close()
+
+
+async def test_a_log_pruned_behind_a_reader_makes_it_look(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    await writer.say('a', 'b', 'c')
+    await writer.execute('DELETE FROM task_events WHERE task_version < 4')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber) == ['look']
+    subscriber.close()
+
+
+async def look(writer: Writer, subscriber: Subscriber, user: str = 'user') -> None:
+    """Looks at the store as a stream does when it is made to."""
+    assert await take(subscriber) == ['look']
+    stored = await writer.store.get('task', caller(user))
+    if stored is None or not await sdk.is_exact_match(writer.store, 'task', caller(user), user):
+        raise TaskNotFoundError
+    await subscriber.compare(stored.version, user)
+
+
+async def test_a_deleted_task_ends_its_stream(writer: Writer, tail: SharedTailEventStream) -> None:
+    await writer.begin()
+    subscriber = tail.open('task', await writer.say('a'), 'user')
+    await writer.store.delete('task', caller())
+    with pytest.raises(TaskNotFoundError):
+        await look(writer, subscriber)
+    subscriber.close()
+
+
+async def test_a_slow_stream_of_a_deleted_task_does_not_take_the_next_for_its_own(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    subscriber = tail.open('task', version, 'user')
+    await writer.say('a')
+    await eventually(lambda: subscriber.cursor.version == 2)
+    await writer.store.delete('task', caller())
+    await eventually(lambda: subscriber.suspended)
+    await writer.begin()
+    await writer.say('b', 'c', 'd')
+    assert await take(subscriber) == ['art a']
+    with pytest.raises(TaskNotFoundError):
+        await look(writer, subscriber)
+    subscriber.close()
+
+
+async def test_a_recreated_task_that_the_reader_has_seen_again_is_another(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    version = await writer.begin()
+    subscriber = tail.open('task', version, 'user')
+    await writer.say('a')
+    await eventually(lambda: subscriber.cursor.version == 2)
+    await writer.store.delete('task', caller())
+    await eventually(lambda: subscriber.suspended)
+    await writer.begin()
+    await eventually(lambda: subscriber._suspended_at == Stored('user', 1))
+    await writer.say('b', 'c', 'd')
+    assert await take(subscriber) == ['art a']
+    with pytest.raises(TaskNotFoundError):
+        await look(writer, subscriber)
+    subscriber.close()
+
+
+async def test_a_slow_stream_reads_on_before_it_acts_on_an_old_doubt(writer: Writer) -> None:
+    engine = create_async_engine(writer.engine.url)
+    tail = SharedTailEventStream(
+        engine, settings=Settings(poll_interval=0.05, max_buffered_events=1)
+    )
+    subscriber = tail.open('task', await writer.begin(), 'user')
+    await writer.say('a')
+    await eventually(lambda: subscriber.behind)
+    subscriber.request_reconcile()
+    await writer.say('b')
+    assert await take(subscriber, 2) == ['art a', 'art b']
+    subscriber.close()
+    await tail.aclose()
+    await engine.dispose()
+
+
+async def test_a_second_life_is_seen_from_the_first(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    subscriber = tail.open('task', await writer.say('a', 'b', 'c'), 'user')
+    await writer.store.delete('task', caller())
+    await writer.begin()
+    with pytest.raises(TaskNotFoundError):
+        await look(writer, subscriber)
+    subscriber.close()
+
+
+async def test_an_earlier_life_that_the_new_one_has_overtaken_is_not_delivered(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    await writer.say('a', 'b')
+    await writer.store.delete('task', caller())
+    version = await writer.begin()
+    await writer.say('c', 'd', 'e')
+    subscriber = tail.open('task', version, 'user')
+    assert await take(subscriber, 3) == ['art c', 'art d', 'art e']
+    subscriber.close()
+
+
+async def test_an_earlier_life_without_a_first_row_is_not_delivered(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin()
+    await writer.say('old 2', 'old 3', 'old 4')
+    # A life whose beginning is not logged is known by its length alone.
+    await writer.execute('DELETE FROM task_events WHERE task_version = 1')
+    await writer.store.delete('task', caller())
+    subscriber = tail.open('task', await writer.begin(), 'user')
+    await eventually(lambda: subscriber.min_seq)
+    for number in range(2, 7):
+        await writer.say(f'new {number}')
+        assert await take(subscriber) == [f'art new {number}']
+    subscriber.close()
+
+
+async def test_rows_of_another_owner_are_never_delivered(
+    writer: Writer, tail: SharedTailEventStream
+) -> None:
+    await writer.begin(user='one')
+    await writer.say('secret', user='one')
+    await writer.store.delete('task', caller('one'))
+    version = await writer.begin(user='Other')
+    thief = tail.open('task', version, 'other')
+    owner = tail.open('task', version, 'Other')
+    await writer.say('mine', user='Other')
+    assert await take(owner) == ['art mine']
+    with pytest.raises(TaskNotFoundError):
+        await look(writer, thief, 'other')
+    owner.close()
+    thief.close()
