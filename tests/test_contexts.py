@@ -22,7 +22,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import EventStreamEndedError, SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Decorate, label
-from cluster_subscribe._testing.cluster import Replica, caller, cluster
+from cluster_subscribe._testing.cluster import Replica, cluster
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.queries import EventLog
 from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping

@@ -16,7 +16,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import EventStreamEndedError, Settings, SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Decorate, label
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import queries as event_log
 from tests.support.inside import open_at, parts, tail_of
 from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping

@@ -46,7 +46,7 @@ import cluster_subscribe
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream
 from cluster_subscribe._testing import FAULTS, ScriptedAgent, label
-from cluster_subscribe._testing.cluster import agent_card, user_message
+from cluster_subscribe._testing.messages import agent_card, user_message
 from cluster_subscribe.event_log.schema import index_statement
 from cluster_subscribe.telemetry import METRICS
 

@@ -32,7 +32,8 @@ from cluster_subscribe import (
     wrap,
 )
 from cluster_subscribe._testing import ScriptedAgent, Watch
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card, caller, user_message
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.event_log.queries import EventLog
 from tests.support.writer import Writer, eventually, take, wrapping

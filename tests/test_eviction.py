@@ -32,7 +32,8 @@ from a2a.utils.errors import A2AError
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
 from cluster_subscribe._testing import Cluster, Decorate, Replica
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card, caller, user_message
 from tests.support.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 
 SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))

@@ -33,7 +33,8 @@ from sqlalchemy import text
 
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Watch, agent
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
 
 fuzz = settings(

@@ -6,7 +6,7 @@ from a2a.utils.errors import TaskNotFoundError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream, sdk
-from cluster_subscribe._testing.cluster import caller
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log.queries import Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from tests.support.writer import Writer, eventually, take

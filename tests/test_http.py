@@ -20,7 +20,8 @@ from starlette.requests import Request
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, wrap
 from cluster_subscribe._testing import Cluster
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 
 
 @pytest.fixture

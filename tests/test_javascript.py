@@ -15,7 +15,8 @@ import pytest
 from a2a.types import Task
 
 from cluster_subscribe._testing import Cluster, Decorate
-from cluster_subscribe._testing.cluster import agent_card, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card
 from tests.support.transports import app, web
 
 PROGRAM = Path(__file__).parent / 'javascript'

@@ -33,7 +33,8 @@ from starlette.requests import Request
 
 from cluster_subscribe import ClusterSubscribeHandler
 from cluster_subscribe._testing import Cluster, Replica
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card, caller
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.subscription.rules import StreamState
 from tests.support.writer import BACKSTOP, Writer, eventually, wrapping

@@ -10,7 +10,8 @@ from a2a.types import SubscribeToTaskRequest
 
 from cluster_subscribe import ClusterSubscribeHandler, LocalState, Settings, wrap
 from cluster_subscribe._testing import Decorate, Replica
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 
 
 def stale(**settings: Any) -> Decorate:

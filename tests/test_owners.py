@@ -29,7 +29,8 @@ from starlette.applications import Starlette
 from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Cluster, label
 from cluster_subscribe._testing.agent import ScriptedAgent
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card, caller
 from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
 
 FOREIGNERS = ['somebody', 'USER', 'User', 'user ', ' user', 'üser', 'user\t', 'user😀', '']

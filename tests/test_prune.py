@@ -12,7 +12,9 @@ from a2a.server.models import TaskEventModel
 from sqlalchemy import func, select
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, wrap
-from cluster_subscribe._testing.cluster import Watch, caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
+from cluster_subscribe._testing.watching import Watch
 
 RECIPE = Path(__file__).parent.parent / 'docs' / 'examples' / 'prune.py'
 EVENTS = 60

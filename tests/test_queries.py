@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream
 from cluster_subscribe._testing import Decorate
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import queries as event_log
 from cluster_subscribe.event_log.queries import Cursor, EventLog, Page
 from tests.support.inside import tail_of

@@ -26,7 +26,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, background, wrap
 from cluster_subscribe._testing import Decorate, Replica, ScriptedAgent
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster, user_message
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card, caller, user_message
 from cluster_subscribe.task_reader import reads_at_once
 from tests.support.memory import Memory, MemoryStore, MemoryStream
 

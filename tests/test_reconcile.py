@@ -21,7 +21,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import label
 from cluster_subscribe._testing.agent import ScriptedAgent
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import agent_card, caller
 from cluster_subscribe.event_log.subscriber import Subscriber
 from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
 

@@ -37,7 +37,8 @@ from cluster_subscribe import (
     wrap,
 )
 from cluster_subscribe._testing import Cluster, Decorate, Replica
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 
 
 class OwnStream(DatabaseTaskEventStream):

@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from cluster_subscribe import LocalState, telemetry
 from cluster_subscribe._testing import Decorate
-from cluster_subscribe._testing.cluster import caller, cluster
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.telemetry import METRICS, Telemetry
 
 Measured = dict[tuple[str, str], Any]

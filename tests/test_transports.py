@@ -24,7 +24,8 @@ from sse_starlette import EventSourceResponse
 
 from cluster_subscribe import Settings, wrap
 from cluster_subscribe._testing import FAULTS, Cluster, Decorate, Watch
-from cluster_subscribe._testing.cluster import Reach, cluster, settle
+from cluster_subscribe._testing.cluster import Reach, cluster
+from cluster_subscribe._testing.watching import settle
 from tests.support.transports import (
     TRANSPORTS,
     USER,

@@ -29,7 +29,7 @@ from a2a.types import (
 from a2a.utils.errors import TaskNotCancelableError
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe._testing.cluster import agent_card, caller, label, user_message
+from cluster_subscribe._testing.messages import agent_card, caller, label, user_message
 from cluster_subscribe.executor_seam import ExecutorSeam
 from tests.support.memory import Memory, MemoryStore, MemoryStream
 

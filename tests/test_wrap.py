@@ -34,7 +34,7 @@ from cluster_subscribe import (
     wrap,
 )
 from cluster_subscribe._testing import ScriptedAgent
-from cluster_subscribe._testing.cluster import agent_card
+from cluster_subscribe._testing.messages import agent_card
 from cluster_subscribe.sdk import PRIVATE_ATTRIBUTES, PrivateAttribute
 from tests.meet import is_there
 

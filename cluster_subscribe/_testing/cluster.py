@@ -1,84 +1,26 @@
-"""Replicas over one database, and streams that are looked at, never cancelled."""
+"""Replicas over one database, and the doors through which clients reach them."""
 
 import asyncio
-import uuid
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from a2a.auth.user import User
-from a2a.server.cluster import (
-    DatabaseTaskEventStream,
-    TaskVersion,
-    VersionedDatabaseTaskStore,
-)
+from a2a.server.cluster import DatabaseTaskEventStream, TaskVersion, VersionedDatabaseTaskStore
 from a2a.server.context import ServerCallContext
 from a2a.server.events import Event
 from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
 from a2a.server.tasks import PushNotificationSender
-from a2a.types import (
-    AgentCapabilities,
-    AgentCard,
-    AgentInterface,
-    AgentSkill,
-    CancelTaskRequest,
-    Message,
-    Part,
-    Role,
-    SendMessageRequest,
-    SubscribeToTaskRequest,
-    Task,
-    TaskArtifactUpdateEvent,
-    TaskState,
-)
+from a2a.types import CancelTaskRequest, Message, SendMessageRequest, SubscribeToTaskRequest, Task
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from cluster_subscribe._testing.agent import CHUNKS, Gates, ScriptedAgent
+from cluster_subscribe._testing.agent import Gates, ScriptedAgent
+from cluster_subscribe._testing.messages import agent_card, caller, label, user_message
 from cluster_subscribe._testing.parts import Parts
+from cluster_subscribe._testing.watching import Watch
 
 Decorate = Callable[[RequestHandler], RequestHandler]
-
-
-def label(event: Event) -> str:
-    """An event in a word or two: `Task(WORKING)`, `COMPLETED`, `art x`, `chunk 3`."""
-    if isinstance(event, Message):
-        return 'Message'
-    if isinstance(event, TaskArtifactUpdateEvent):
-        text = ''.join(part.text for part in event.artifact.parts)
-        return f'{"chunk" if event.artifact.artifact_id == CHUNKS else "art"} {text}'
-    state = TaskState.Name(event.status.state).removeprefix('TASK_STATE_')
-    return f'Task({state})' if isinstance(event, Task) else state
-
-
-class _Named(User):
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def is_authenticated(self) -> bool:
-        return True
-
-    @property
-    def user_name(self) -> str:
-        return self._name
-
-
-def caller(name: str = 'user') -> ServerCallContext:
-    """The call context of a named user."""
-    return ServerCallContext(user=_Named(name))
-
-
-def user_message(text: str, task: Task | None = None) -> Message:
-    """A message that begins a task, or a turn of one."""
-    return Message(
-        role=Role.ROLE_USER,
-        message_id=uuid.uuid4().hex,
-        task_id=task.id if task else '',
-        context_id=task.context_id if task else '',
-        parts=[Part(text=text)],
-    )
 
 
 def _note_commits(store: VersionedDatabaseTaskStore, gates: Gates) -> None:
@@ -105,80 +47,6 @@ class _Webhook(PushNotificationSender):
     async def send_notification(self, task_id: str, event: Event) -> None:
         if label(event) == self._slow_at:
             await self._gates.arrive('push')
-
-
-class Watch:
-    """One subscriber: what it was given, and whether its stream has ended."""
-
-    def __init__(self, events: AsyncGenerator[Event, None], place: str) -> None:
-        self.place = place
-        self.events: list[Event] = []
-        self.told: list[str] = []
-        """The label of each event as it arrived."""
-        self.ending: str | None = None
-        """`closed`, the name of an error, or `None` while the stream is open."""
-        self._changed = asyncio.Condition()
-        self._go = asyncio.Event()
-        self._go.set()
-        self.reader = asyncio.create_task(self._read(events), name=f'watch at {place}')
-
-    @property
-    def timeline(self) -> tuple[str, ...]:
-        """The labels of all events as they arrived, then how the stream ended."""
-        return *self.told, self.ending or 'open'
-
-    @property
-    def intact(self) -> bool:
-        """Whether every event still is what it was when it arrived."""
-        return [*map(label, self.events)] == self.told
-
-    def hold(self) -> None:
-        """Reads no further after the next event: a slow subscriber."""
-        self._go.clear()
-
-    def resume(self) -> None:
-        """Reads on."""
-        self._go.set()
-
-    async def until(self, happened: Callable[['Watch'], object], limit: float) -> bool:
-        """Waits until something is true of the stream; `False` after `limit` seconds."""
-        async with self._changed:
-            waiting = self._changed.wait_for(lambda: happened(self) or self.ending)
-            try:
-                await asyncio.wait_for(waiting, limit)
-            except asyncio.TimeoutError:
-                pass
-        return bool(happened(self))
-
-    async def first(self) -> None:
-        """Waits for the snapshot.
-
-        Raises:
-            TimeoutError: None came within ten seconds.
-        """
-        if not await self.until(lambda w: w.events, 10):
-            raise TimeoutError(f'No snapshot at {self.place}: {self.timeline}')
-
-    async def _read(self, events: AsyncGenerator[Event, None]) -> None:
-        ending = 'cancelled'
-        try:
-            async with aclosing(events) as stream:
-                async for event in stream:
-                    await self._note(event)
-                    await self._go.wait()
-            ending = 'closed'
-        except Exception as error:  # noqa: BLE001 - how a stream ends is what is watched
-            ending = type(error).__name__
-        finally:
-            self.ending = ending
-            await self._note()
-
-    async def _note(self, event: Event | None = None) -> None:
-        async with self._changed:
-            if event is not None:
-                self.events.append(event)
-                self.told.append(label(event))
-            self._changed.notify_all()
 
 
 class Door(Protocol):
@@ -397,73 +265,3 @@ async def cluster(url: str, *, reach: Reach = in_process, **how: Any) -> AsyncIt
                 await asyncio.gather(*(replica.leave() for replica in made.replicas))
     finally:
         await made.aclose()
-
-
-async def settle(
-    watches: Iterable[Watch], right: Sequence[str], timeout: float, *, thoroughly: bool = False
-) -> None:
-    """Waits until every stream is right, or can no longer become so, or timeout ends.
-
-    Args:
-        watches: The streams.
-        right: What each should carry.
-        timeout: Seconds of silence after which a stream counts as hung.
-        thoroughly: Waits for the end of a stream that is wrong already, too.
-    """
-
-    def decided(watch: Watch) -> bool:
-        return watch.ending is not None or not (thoroughly or _begins(right, watch.told))
-
-    async def settled(watch: Watch) -> None:
-        heard = -1
-        while not decided(watch) and len(watch.told) > heard:
-            heard = len(watch.told)
-            await watch.until(partial(_says_more, heard), timeout)
-
-    await asyncio.gather(*map(settled, watches))
-
-
-def _says_more(heard: int, watch: Watch) -> bool:
-    return len(watch.told) > heard
-
-
-def matches(right: Sequence[str], timeline: Sequence[str]) -> bool:
-    """Whether a timeline is the right one.
-
-    In the right one `a|b` allows either, and `a?` may be left out.
-    """
-    rest = _rest(right, timeline)
-    return rest is not None and all(entry.endswith('?') for entry in rest)
-
-
-def _begins(right: Sequence[str], part: Sequence[str]) -> bool:
-    return _rest(right, part) is not None
-
-
-def _rest(right: Sequence[str], part: Sequence[str]) -> Sequence[str] | None:
-    """What has to follow a part of the right timeline; `None` if it is no part of it."""
-    for told in part:
-        while right and told not in right[0].removesuffix('?').split('|'):
-            if not right[0].endswith('?'):
-                return None
-            right = right[1:]
-        if not right:
-            return None
-        right = right[1:]
-    return right
-
-
-def agent_card(url: str) -> AgentCard:
-    """The card of the scripted agent."""
-    return AgentCard(
-        name='Scripted agent',
-        description='Does what its user says, word by word',
-        version='1',
-        supported_interfaces=[
-            AgentInterface(url=url, protocol_binding='JSONRPC', protocol_version='1.0')
-        ],
-        default_input_modes=['text/plain'],
-        default_output_modes=['text/plain'],
-        skills=[AgentSkill(id='script', name='Script', description='Words', tags=['test'])],
-        capabilities=AgentCapabilities(streaming=True, push_notifications=True),
-    )

@@ -34,7 +34,7 @@ from sqlalchemy import event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe._testing.cluster import agent_card, caller, user_message
+from cluster_subscribe._testing.messages import agent_card, caller, user_message
 
 T = TypeVar('T')
 CONTEXT = caller()

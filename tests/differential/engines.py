@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, StaticPool
 
 from cluster_subscribe._testing import Parts
-from cluster_subscribe._testing.cluster import caller
+from cluster_subscribe._testing.messages import caller
 
 
 def engine(**options: Any) -> Parts:

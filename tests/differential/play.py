@@ -12,7 +12,9 @@ from a2a.types import ListTasksRequest
 from sqlalchemy import func, select
 
 from cluster_subscribe._testing import Cluster, Parts, Watch
-from cluster_subscribe._testing.cluster import caller, cluster, matches, settle
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller
+from cluster_subscribe._testing.watching import matches, settle
 from tests.differential.scenes import Scene, described
 
 

@@ -28,8 +28,8 @@ from a2a.utils.errors import A2AError
 
 from cluster_subscribe import ClusterSubscribeHandler
 from cluster_subscribe._testing import Cluster, Replica, Watch
-from cluster_subscribe._testing.cluster import caller, user_message
-from cluster_subscribe._testing.faults import Told
+from cluster_subscribe._testing.fault import Told
+from cluster_subscribe._testing.messages import caller, user_message
 from tests.differential.handlers import Lively, Recorder
 
 BACKSTOP = 30

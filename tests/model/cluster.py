@@ -26,7 +26,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Cluster, Replica, Watch
-from cluster_subscribe._testing.cluster import Turn, caller
+from cluster_subscribe._testing.cluster import Turn
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.settings import CloseOn, Evict, WakeupMode
 from tests.model.model import TERMINAL, Client, Life, Row, Seen
 

@@ -45,7 +45,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster_subscribe._testing import Cluster
-from cluster_subscribe._testing.cluster import Door, Reach, agent_card, caller
+from cluster_subscribe._testing.cluster import Door, Reach
+from cluster_subscribe._testing.messages import agent_card, caller
 
 USER: Final = 'x-user'
 """The header, or key of the metadata, that names the caller."""

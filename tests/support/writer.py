@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, wrap
 from cluster_subscribe._testing import Decorate, label
-from cluster_subscribe._testing.cluster import caller
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log.subscriber import Subscriber
 
 BACKSTOP = 60

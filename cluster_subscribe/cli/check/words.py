@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from cluster_subscribe._testing.cluster import matches
+from cluster_subscribe._testing.watching import matches
 from cluster_subscribe.cli.check.play import Play, Row
 
 _NAMED: Final = 3

@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 
 from cluster_subscribe import wrap
 from cluster_subscribe._testing import ScriptedAgent
-from cluster_subscribe._testing.cluster import agent_card
+from cluster_subscribe._testing.messages import agent_card
 
 
 def application(database_url: str, port: int) -> Starlette:
