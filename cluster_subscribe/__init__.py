@@ -1,10 +1,10 @@
-"""Make `SubscribeToTask` tell the truth on every replica of an A2A server.
+"""Make `SubscribeToTask` answer the same on every replica of an A2A server.
 
 A stream opened through a wrapped handler is *the task as stored at version V,
 then the event log after V*. A subscriber never misses an event that follows its
 snapshot and never sees one twice, whichever replica it asked and whichever
-replica produced the event. The task store is authoritative, the event log the only
-source of events; a replica's memory is at most a hint to look sooner.
+replica produced the event. The task store is authoritative, and the event log is the only
+source of events. What a replica holds in memory only makes it read the log sooner.
 """
 
 from cluster_subscribe.errors import (

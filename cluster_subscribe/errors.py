@@ -1,4 +1,4 @@
-"""What can go wrong, one class per remedy."""
+"""The errors of this package, one class for each remedy."""
 
 from a2a.utils.errors import InternalError
 

@@ -1,4 +1,4 @@
-"""The environment, validated once at the door.
+"""The settings: environment variables and keyword arguments, validated when they are read.
 
 Nothing else in the package reads the environment.
 """
@@ -30,7 +30,7 @@ class Mode(str, Enum):
     ON = 'on'
     """Every stream comes from the event log."""
     STALE = 'stale'
-    """A tap on a task that runs here is left to the SDK, all else redirected."""
+    """The SDK answers while a turn of the task runs on this replica; else as `ON`."""
     OBSERVE = 'observe'
     """The SDK answers; the decorator only reports what it would have done."""
     OFF = 'off'
@@ -50,18 +50,18 @@ class WakeupMode(str, Enum):
     """How the event log's reader learns of new rows."""
 
     AUTO = 'auto'
-    """Whatever the database offers, with the timer as a net."""
+    """What the database offers (PostgreSQL: LISTEN; SQLite: `data_version`), beside the timer."""
     POLL = 'poll'
-    """No help of the database's: the timer, and what this process publishes itself."""
+    """The timer and what this process publishes; nothing that the database offers."""
 
 
 class Evict(str, Enum):
     """What happens to an `ActiveTask` that another replica has overtaken."""
 
     SUPERSEDED = 'superseded'
-    """It is closed once it is idle."""
+    """It is closed once nothing runs in it and nobody reads from it."""
     OFF = 'off'
-    """It is left alone."""
+    """It stays as the SDK keeps it."""
 
 
 def _tidy(value: object) -> object:
@@ -102,9 +102,9 @@ class Settings(BaseSettings):
     close_on: Annotated[CloseOn, BeforeValidator(_tidy)] = CloseOn.INTERRUPTED
     wakeup: Annotated[WakeupMode, BeforeValidator(_tidy)] = WakeupMode.AUTO
     poll_interval: _Seconds = 0.5
-    """Seconds between two looks of the event log's reader at the versions."""
+    """Seconds between two reads of the stored versions by the event log's reader."""
     reconcile_interval: _Seconds = 15.0
-    """Seconds within which a stream that disagrees with the store is put right."""
+    """Seconds within which a stream that differs from the store is corrected (rule 5)."""
     evict: Annotated[Evict, BeforeValidator(_tidy)] = Evict.SUPERSEDED
     sweep_interval: _Seconds = 60.0
     """Seconds between two sweeps for superseded `ActiveTask`s."""

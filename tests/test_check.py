@@ -155,7 +155,7 @@ async def test_a_decorator_that_does_nothing_is_caught(
 async def test_only_the_rows_that_are_wrong_are_red(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It redirects a stale tap (F1) and leaves a live one to the SDK (F3).
+    # It redirects where another replica has gone on (F1) and leaves a running turn to the SDK (F3).
     stale = partial(wrap, settings=Settings(mode=Mode.STALE))
     monkeypatch.setenv('FORCE_COLOR', '1')
     monkeypatch.setenv('COLUMNS', '120')

@@ -176,19 +176,19 @@ async def test_a_cancel_where_a_turn_runs_keeps_the_work_of_another(database_url
 async def test_a_cancel_where_an_earlier_life_ran_keeps_the_new_one(
     database_url: str, evict: str
 ) -> None:
-    """F9, for a task that was deleted and made anew: there the copy has the later version."""
+    """F9, for a task that was deleted and recreated: there the copy has the later version."""
     for name, decorate in (('stock', lambda handler: handler), ('ours', wrapping(evict=evict))):
         async with cluster(database_url, decorate=decorate) as lab:
             old = await lab.a.turn('work art=old ask')
             await lab.b.store.delete(old.id, caller())
-            anew = Task(id=old.id, context_id=old.context_id, metadata={'life': 'new'})
+            recreated = Task(id=old.id, context_id=old.context_id, metadata={'incarnation': 'new'})
             await lab.b.store.save(
-                anew, event=anew, prev_version=TaskVersion.MISSING, context=caller()
+                recreated, event=recreated, prev_version=TaskVersion.MISSING, context=caller()
             )
-            stored = await canceled(lab, anew)
+            stored = await canceled(lab, recreated)
             kept = [artifact.artifact_id for artifact in stored.artifacts]
             assert kept == (['old'] if name == 'stock' else [])
-            assert dict(stored.metadata) == ({} if name == 'stock' else {'life': 'new'})
+            assert dict(stored.metadata) == ({} if name == 'stock' else {'incarnation': 'new'})
 
 
 async def test_a_cancel_answers_as_the_sdk_does(database_url: str) -> None:

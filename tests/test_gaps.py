@@ -150,7 +150,7 @@ async def test_an_earlier_life_without_a_first_row_is_not_delivered(
 ) -> None:
     await writer.begin()
     await writer.say('old 2', 'old 3', 'old 4')
-    # A life whose beginning is not logged is known by its length alone.
+    # An incarnation whose first row is missing is known by its versions alone.
     await writer.execute('DELETE FROM task_events WHERE task_version = 1')
     await writer.store.delete('task', caller())
     subscriber = tail.open('task', await writer.begin(), 'user')

@@ -1,4 +1,4 @@
-"""Mode `stale`: a stream is left to the SDK only for as long as that tells the truth (F30, F3)."""
+"""Mode `stale`: a stream is left to the SDK only while that is right (F30, F3)."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ def counted(replica: Replica, state: LocalState) -> int:
 
 
 async def test_a_stream_that_is_open_makes_no_replica_live(sqlite_url: str) -> None:
-    """One hung stream kept the lie alive for all."""
+    """One stream that hung kept the old answer for all that followed."""
     async with cluster(sqlite_url, decorate=stale()) as lab:
         task = await lab.a.start('work wait=1 ask').at('1')
         hung = await lab.a.watch(task)

@@ -1,4 +1,4 @@
-"""The stored task is the judge (rule 5): versioned or not, newer, older, or without a row."""
+"""The stored task decides (rule 5): versioned or not, newer, older, or without a row."""
 
 import asyncio
 

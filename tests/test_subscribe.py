@@ -369,7 +369,7 @@ async def test_what_a_stream_raises_comes_out(lab: Cluster) -> None:
     assert await timeline_over(lab, task, stream) == ('Task(WORKING)', 'WORKING', 'LookupError')
 
 
-# Rule 5: the stored task is the judge.
+# Rule 5: the stored task decides.
 
 
 @pytest.mark.cancels_queries

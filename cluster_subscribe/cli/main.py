@@ -25,7 +25,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Looks the versions up only when they are asked for."""
+    """Finds the versions only when they are asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         ours, sdk = version('cluster-subscribe'), version('a2a-sdk')
@@ -36,7 +36,7 @@ class _Version(argparse.Action):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='cluster-subscribe',
-        description='SubscribeToTask that tells the truth on every replica of an A2A server.',
+        description='SubscribeToTask that answers the same on every replica of an A2A server.',
         epilog='Exit status: 0 right, 1 the wrapped run breaks the contract, 2 not usable so.',
     )
     parser.add_argument('--version', action=_Version, nargs=0, help='show the versions and exit')

@@ -120,7 +120,7 @@ async def _execute(engine: AsyncEngine, statement: str) -> None:
 
 
 async def _entered(place: URL, options: Mapping[str, Any], schema: str | None = None) -> Sandbox:
-    """Goes in, looks around and makes the tables, which two scenes at once could not do."""
+    """Connects and makes the tables, which two scenes at once could not do."""
     shown = place.render_as_string()
     engine = create_async_engine(place, **options)
     try:

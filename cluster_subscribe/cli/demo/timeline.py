@@ -1,4 +1,4 @@
-"""What one client was told by its stream, when, and whether that was the truth."""
+"""What one client was told by its stream, when, and whether it was right."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ class Timeline:
             return False
         first, *rest = self.events
         return (
-            # The clients subscribe when turn 2 has begun: an earlier snapshot is a lie.
+            # The clients subscribe when turn 2 has begun: an earlier snapshot is wrong.
             first.snapshot
             and first.held > 0
             and [(told.text, told.snapshot) for told in rest]
