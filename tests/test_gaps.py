@@ -1,15 +1,19 @@
 """What the log does not tell: gaps, deleted and recreated tasks, other owners."""
 
+from collections.abc import Awaitable, Callable
+from functools import partial
+
 import pytest
 
+from a2a.server.cluster import TaskVersion
 from a2a.utils.errors import TaskNotFoundError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream, sdk
 from cluster_subscribe._testing.messages import caller
-from cluster_subscribe.event_log.queries import Stored
+from cluster_subscribe.event_log.queries import Cursor, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
-from tests.support.writer import Writer, eventually, take
+from tests.support.writer import BACKSTOP, Writer, eventually, take
 
 
 async def test_a_write_that_was_not_logged_makes_the_stream_look(
@@ -69,39 +73,78 @@ async def test_a_deleted_task_ends_its_stream(writer: Writer, tail: SharedTailEv
     subscriber.close()
 
 
+@pytest.mark.parametrize('seen', [{0}, {1}, {0, 1}, {0, 1, 2, 3}])
 async def test_a_slow_stream_of_a_deleted_task_does_not_take_the_next_for_its_own(
-    writer: Writer, tail: SharedTailEventStream
+    writer: Writer, seen: set[int]
 ) -> None:
-    version = await writer.begin()
-    subscriber = tail.open('task', version, 'user')
+    """Wherever the reader saw it: deleted, recreated, or as far as the stream was."""
+    engine = create_async_engine(writer.engine.url)
+    tail = SharedTailEventStream(engine, settings=Settings(poll_interval=1000, wakeup='poll'))
+    subscriber = tail.open('task', await writer.begin(), 'user')
     await writer.say('a')
+    tail.wake('task', 'publish')
     await eventually(lambda: subscriber.cursor.version == 2)
-    await writer.store.delete('task', caller())
-    await eventually(lambda: subscriber.suspended)
-    await writer.begin()
-    await writer.say('b', 'c', 'd')
-    assert await take(subscriber) == ['art a']
-    with pytest.raises(TaskNotFoundError):
-        await look(writer, subscriber)
-    subscriber.close()
+    steps: list[Callable[[], Awaitable[object]]] = [
+        partial(writer.store.delete, 'task', caller()),
+        writer.begin,
+        *(partial(writer.say, text) for text in 'bcd'),
+    ]
+    try:
+        for number, step in enumerate(steps):
+            await step()
+            if number in seen:
+                await tail._reader._round({}, check=True, timeout=BACKSTOP)
+        assert subscriber.suspended
+        assert await take(subscriber) == ['art a']
+        with pytest.raises(TaskNotFoundError):
+            await look(writer, subscriber)
+    finally:
+        subscriber.close()
+        await tail.aclose()
+        await engine.dispose()
 
 
-async def test_a_recreated_task_that_the_reader_has_seen_again_is_another(
-    writer: Writer, tail: SharedTailEventStream
-) -> None:
-    version = await writer.begin()
-    subscriber = tail.open('task', version, 'user')
-    await writer.say('a')
-    await eventually(lambda: subscriber.cursor.version == 2)
-    await writer.store.delete('task', caller())
-    await eventually(lambda: subscriber.suspended)
-    await writer.begin()
-    await eventually(lambda: subscriber._suspended_at == Stored('user', 1))
-    await writer.say('b', 'c', 'd')
-    assert await take(subscriber) == ['art a']
-    with pytest.raises(TaskNotFoundError):
-        await look(writer, subscriber)
-    subscriber.close()
+class StillReader:
+    """What a subscriber asks of its reader, without a database."""
+
+    page_size = 1
+
+    def __init__(self) -> None:
+        self.isolated = False
+
+    def schedule_read(self, task_id: str) -> None: ...
+
+    def leave(self, subscriber: Subscriber) -> None: ...
+
+    def isolate(self, subscriber: Subscriber, reason: str) -> None:
+        self.isolated = True
+
+    async def current(self, task_id: str) -> None:
+        return None
+
+    async def recreated(self, task_id: str, after: Cursor) -> bool:
+        return False
+
+
+@pytest.mark.parametrize('restarts', [False, True])
+async def test_what_is_seen_during_a_look_is_looked_at_once_more(restarts: bool) -> None:
+    """The look that has begun may have read the store before."""
+    reader = StillReader()
+    subscriber = Subscriber('task', 'user', Cursor.behind(2), reader, strict=True)
+    subscriber.suspend(Stored('user', 1))
+    assert await take(subscriber) == ['look']
+    subscriber.suspend(None)
+    await subscriber.compare(TaskVersion(2), 'user')
+    if restarts:
+        subscriber.go_on_behind(2)
+    assert subscriber.suspended
+    assert not reader.isolated
+    # The same once more says nothing new, and a slow look would never be the last.
+    assert await take(subscriber) == ['look']
+    subscriber.suspend(None)
+    await subscriber.compare(TaskVersion(2), 'user')
+    assert not subscriber.suspended
+    assert reader.isolated
 
 
 async def test_a_slow_stream_reads_on_before_it_acts_on_an_old_doubt(writer: Writer) -> None:

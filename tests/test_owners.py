@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -134,6 +136,7 @@ async def resolving(
     url: str,
     resolver: object,
     store_type: type[VersionedDatabaseTaskStore] = VersionedDatabaseTaskStore,
+    **settings: Any,
 ) -> AsyncIterator[DefaultRequestHandler]:
     """A handler whose store asks `resolver` for the owner."""
     engine = create_async_engine(url)
@@ -145,10 +148,12 @@ async def resolving(
         event_stream=DatabaseTaskEventStream(engine),
         agent_card=agent_card('http://127.0.0.1'),
     )
-    handler = wrap(stock, settings=Settings(poll_interval=0.05))
-    yield handler
-    await handler.aclose()
-    await engine.dispose()
+    handler = wrap(stock, settings=Settings(**{'poll_interval': 0.05, **settings}))
+    try:
+        yield handler
+    finally:
+        await handler.aclose()
+        await engine.dispose()
 
 
 async def say(
@@ -246,24 +251,51 @@ async def test_a_task_that_changes_hands_is_followed_on(
         ]
 
 
+@pytest.mark.parametrize(
+    ('seen', 'looked'), list(itertools.combinations_with_replacement(range(4), 2))
+)
 async def test_a_shared_task_that_another_team_recreates_is_gone(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, seen: int, looked: int
 ) -> None:
-    async with resolving(sqlite_url, resolve_user_scope, SharedStore) as handler:
-        writer = Writer(sqlite_url)
-        await writer.store.initialize()
-        await writer.begin(user='team')
-        await writer.say('a', user='team')
-        following = asyncio.ensure_future(follow_as(handler, Task(id='task'), 'guest'))
-        await eventually(watched(handler))
+    """However far the other team is when the reader sees it, and when the stream looks."""
+    writer = Writer(sqlite_url)
+
+    async def delete() -> None:
         await writer.store.delete('task', caller('team'))
         monkeypatch.setattr(SharedStore, 'team', 'other')
-        await writer.begin(user='other')
-        await writer.say('secret', 'more', user='other')
-        await writer.engine.dispose()
+
+    steps: list[Callable[[], Awaitable[object]]] = [
+        delete,
+        partial(writer.begin, user='other'),
+        partial(writer.say, 'secret', user='other'),
+        partial(writer.say, 'more', user='other'),
+    ]
+    await writer.store.initialize()
+    await writer.begin(user='team')
+    await writer.say('a', user='team')
+    resting = {'poll_interval': 1000, 'wakeup': 'poll'}
+    async with resolving(sqlite_url, resolve_user_scope, SharedStore, **resting) as handler:
+        following = asyncio.ensure_future(follow_as(handler, Task(id='task'), 'guest'))
+        await eventually(watched(handler))
+        looking, may_look, get = asyncio.Event(), asyncio.Event(), SharedStore.get
+
+        async def when_told(*question: Any) -> StoredTask | None:
+            looking.set()
+            await may_look.wait()
+            return await get(*question)
+
+        monkeypatch.setattr(SharedStore, 'get', when_told)
+        for step in steps[: seen + 1]:
+            await step()
+        await handler._event_stream._reader._round({}, check=True, timeout=BACKSTOP)  # type: ignore[union-attr]
+        await looking.wait()
+        for step in steps[seen + 1 : looked + 1]:
+            await step()
+        may_look.set()
         assert await asyncio.wait_for(following, BACKSTOP) == [
             *('Task(WORKING)', 'TaskNotFoundError')
         ]
+    await writer.engine.dispose()
 
 
 async def test_an_owner_that_is_no_text_is_stored_as_one(database_url: str) -> None:

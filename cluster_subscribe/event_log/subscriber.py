@@ -187,7 +187,7 @@ class Subscriber:
 
     def request_reconcile(self) -> None:
         """Makes the stream look at the store once it has taken what is buffered."""
-        if self._strict:
+        if self._strict or self.suspended:
             self._reconcile_requested = True
             self._wake()
 
@@ -199,6 +199,9 @@ class Subscriber:
                 stream. It may not see what the stream's own caller does, and there may be
                 another task under the id by the time a slow stream looks.
         """
+        if self.suspended and seen == self._suspended_at:
+            # The look that is under way, or was asked for, answers this too.
+            return
         self._suspended_at = seen
         self.suspended = self._reconcile_requested = True
         self._wake()
@@ -219,7 +222,6 @@ class Subscriber:
         """
         del position
         number = sdk.version_number(version)
-        absent = self._suspended_at is None and number > 0
         # By now the new incarnation of a deleted task may have a higher version than the stream,
         # and the reader may have seen it since it saw no task.
         suspect = number > 0 and (
@@ -227,12 +229,19 @@ class Subscriber:
             or number < self._position.version
             or (owner is not None and self.owner not in (None, owner))
         )
-        if absent and await self.reader.current(self.task_id) is None:
+        if (
+            self._suspended_at is None
+            and number > 0
+            # What the reader saw after this look had begun is for the next.
+            and not self._reconcile_requested
+            and await self.reader.current(self.task_id) is None
+        ):
             self.reader.isolate(self, f'it does not see task {self.task_id}, which its owner does')
         elif suspect and await self.reader.recreated(self.task_id, self._position):
             raise TaskNotFoundError(f'Task {self.task_id} was deleted')
         self.owner = owner if owner is not None else self.owner
-        self._resume()
+        if not self._reconcile_requested:
+            self._resume()
 
     def _resume(self) -> None:
         if self.suspended:
@@ -282,7 +291,8 @@ class Subscriber:
         self._buffer.clear()
         self._bytes = 0
         self.cursor = self._position = Cursor.behind(version)
-        self.behind = self._reconcile_requested = False
+        # What the reader saw meanwhile is looked at, or it would never be fed again.
+        self.behind, self._reconcile_requested = False, self.suspended
         self.reader.schedule_read(self.task_id)
 
     async def next(self) -> VersionedEvent | None:
