@@ -65,6 +65,7 @@ def _mechanism(what: str, file: str, old: str, new: str, *tests: str) -> Mechani
 
 
 _LOG: Final = 'event_log/queries.py'
+_CONNECTION: Final = 'event_log/connection.py'
 _READER: Final = 'event_log/reader.py'
 _SUBSCRIBER: Final = 'event_log/subscriber.py'
 _LISTEN: Final = 'event_log/wakeup/postgresql.py'
@@ -122,14 +123,14 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'a slow database gets time',
-        _LOG,
+        _CONNECTION,
         'ROUND_TIMEOUT: Final = 10.0',
         'ROUND_TIMEOUT: Final = 0.02',
         'test_outages.py::test_a_stalled_and_slow_wire',
     ),
     _mechanism(
         'a silent wire is cut',
-        _LOG,
+        _CONNECTION,
         'call_later(timeout, abort_connection(connection))',
         'call_later(timeout, lambda: None)',
         'test_outages.py::test_a_wire_that_is_silent_for_good[postgresql-False]',
@@ -139,7 +140,7 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'connecting takes its time, too',
-        _LOG,
+        _CONNECTION,
         'connection = await in_time(entering, timeout)',
         'connection = await entering',
         'test_outages.py::test_a_wire_that_is_silent_for_good[postgresql-True]',
@@ -199,8 +200,8 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'behind a pooler, reads stay in one transaction',
-        _LOG,
-        'self._pooled = True',
+        _CONNECTION,
+        'self._behind_pooler = True',
         'pass',
         'test_outages.py::test_pgbouncer_in_transaction_mode',
     ),
@@ -253,7 +254,7 @@ MECHANISMS: Final = (
     # Odd ids, spoilt rows.
     _mechanism(
         'an id that no database can look for is refused',
-        _LOG,
+        'task_ids.py',
         "return '\\0' not in task_id and",
         'return True or',
         'test_fuzz.py::test_an_odd_id_does_not_stop_the_reader',

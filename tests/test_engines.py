@@ -254,7 +254,7 @@ async def test_a_stream_built_by_hand_reads_through_the_engines_schemas(
     subscriber = tail.open('task', await writer.begin(), 'user')
     await writer.say('a')
     assert await take(subscriber) == ['art a']
-    await eventually(lambda: tail._reader._log._advised)
+    await eventually(lambda: tail._reader._log.schema._advised)
     assert not tail.statistics().reconnects
     (warning,) = warnings(caplog)
     assert 'ON agents.task_events' in warning
@@ -272,7 +272,7 @@ async def test_advice_that_cannot_be_given_fails_no_round(
     log = tail._reader._log
     monkeypatch.setattr(log.schema, 'is_indexed', fails)
     subscriber = tail.open('task', await writer.begin(), 'user')
-    await eventually(lambda: log._advised)
+    await eventually(lambda: log.schema._advised)
     await writer.say('a')
     assert await take(subscriber) == ['art a']
     assert not tail.statistics().reconnects
@@ -290,8 +290,8 @@ async def test_the_statement_for_the_index_runs_as_printed(
             await connection.run_sync(table.create, checkfirst=True)
         on_table = Index(str(log.schema.index.name), log.schema.events.c.task_id)
         await connection.run_sync(on_table.drop)
-        await log.advise()
-        await EventLog(engine, name, 'task_versions').advise()
+        await log.schema.advise()
+        await EventLog(engine, name, 'task_versions').schema.advise()
         (warning,) = warnings(caplog)
         await connection.execute(text(warning.partition('on it: ')[2]))
         assert await log.schema.is_indexed(connection)

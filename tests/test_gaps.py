@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream, sdk
 from cluster_subscribe._testing.messages import caller
-from cluster_subscribe.event_log.queries import Cursor, Stored
+from cluster_subscribe.event_log.rows import Cursor, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from tests.support.writer import BACKSTOP, Writer, eventually, take
 
@@ -130,7 +130,7 @@ class StillReader:
 async def test_what_is_seen_during_a_look_is_looked_at_once_more(restarts: bool) -> None:
     """The look that has begun may have read the store before."""
     reader = StillReader()
-    subscriber = Subscriber('task', 'user', Cursor.behind(2), reader, strict=True)
+    subscriber = Subscriber('task', 'user', Cursor.end_of(2), reader, strict=True)
     subscriber.suspend(Stored('user', 1))
     assert await take(subscriber) == ['look']
     subscriber.suspend(None)

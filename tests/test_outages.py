@@ -43,6 +43,7 @@ from cluster_subscribe._testing.cluster import Replica, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.reader import is_final
+from cluster_subscribe.event_log.schema import Schema
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import WakeupMode
 from cluster_subscribe.telemetry import TailStatistics
@@ -295,9 +296,9 @@ async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.M
     """Its close() is a coroutine, and waits for the query under way."""
     pytest.importorskip('psycopg')
 
-    async def no_advice(_log: EventLog) -> None: ...
+    async def no_advice(_schema: Schema) -> None: ...
 
-    monkeypatch.setattr(EventLog, 'advise', no_advice)
+    monkeypatch.setattr(Schema, 'advise', no_advice)
     monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(driver='psycopg') as play:
         began = time.monotonic()

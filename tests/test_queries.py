@@ -21,7 +21,8 @@ from cluster_subscribe._testing import Decorate
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import queries as event_log
-from cluster_subscribe.event_log.queries import Cursor, EventLog, Page
+from cluster_subscribe.event_log.queries import EventLog
+from cluster_subscribe.event_log.rows import Cursor, Page
 from tests.support.inside import tail_of
 from tests.support.writer import Writer, eventually, take, wrapping
 
@@ -51,7 +52,7 @@ async def test_statements_do_not_grow_with_subscribers_or_tasks(database_url: st
                 if name == 'ours':
                     # The index is looked for once in a process.
                     log = tail_of(lab.c)._reader._log
-                    await eventually(partial(getattr, log, '_advised'))
+                    await eventually(partial(getattr, log.schema, '_advised'))
                 window = await count(lab.c.engine, lambda: asyncio.sleep(1))
                 asked[name, subscribers] = window['SELECT']
     assert asked['stock', 40] > 40
@@ -90,7 +91,7 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
     engine = create_async_engine(database_url)
     log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
     await drop_tables(engine)
-    await log.prepare()
+    await log.schema.prepare()
     async with engine.begin() as connection:
         for task in ('long', 'other'):
             rows = [
@@ -121,7 +122,7 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
                 values |= {f'task_{number}': 'long', f'version_{number}': 2990}
                 values |= {f'seq_{number}': 2990, f'min_seq_{number}': 0}
             sql = (
-                log._pages(pages)
+                log._statement(pages)
                 .params(values)
                 .compile(dialect=engine.dialect, compile_kwargs={'literal_binds': True})
             )
@@ -153,14 +154,14 @@ async def test_a_missing_index_is_named_once_and_not_built(
     engine = create_async_engine(database_url)
     log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
     await drop_tables(engine)
-    await log.prepare()
+    await log.schema.prepare()
     async with engine.begin() as connection:
         on = ' ON task_events' if engine.dialect.name == 'mysql' else ''
         await connection.execute(text(f'DROP INDEX ix_task_events_cursor{on}'))
     log = EventLog(engine, 'task_events', 'task_versions', create_table=True)
-    await log.prepare()
-    await log.advise()
-    await log.advise()
+    await log.schema.prepare()
+    await log.schema.advise()
+    await log.schema.advise()
     (record,) = caplog.records
     _, _, statement = record.getMessage().partition(': ')
     async with engine.connect() as connection:
@@ -218,9 +219,9 @@ async def test_the_reader_holds_no_connection_between_its_reads(
 
 
 def test_a_cursor_behind_a_version_skips_all_its_rows() -> None:
-    assert Cursor.behind(3) > Cursor(3, 10**15)
-    assert Cursor.behind(3) < Cursor(4, 1)
-    assert Page('t', Cursor.behind(0), 0).after.version == 0
+    assert Cursor.end_of(3) > Cursor(3, 10**15)
+    assert Cursor.end_of(3) < Cursor(4, 1)
+    assert Page('t', Cursor.end_of(0), 0).after.version == 0
 
 
 async def test_pages_are_bounded_in_bytes_and_miss_nothing(
@@ -238,7 +239,7 @@ async def test_pages_are_bounded_in_bytes_and_miss_nothing(
             data=b'x' * (size if writer.engine.dialect.name != 'mysql' else min(size, 60_000)),
         )
     log = EventLog(writer.engine, 'task_events', 'task_versions')
-    cursor, versions, pages = Cursor.behind(1), list[int](), list[int]()
+    cursor, versions, pages = Cursor.end_of(1), list[int](), list[int]()
     async with log.connect() as connection:
         more = True
         while more:

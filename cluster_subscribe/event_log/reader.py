@@ -22,9 +22,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from cluster_subscribe.background import Background, SharedReads, Signal
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.errors import EventStreamEndedError
-from cluster_subscribe.event_log.connection import prepared_elsewhere
-from cluster_subscribe.event_log.queries import ROUND_TIMEOUT, Cursor, EventLog, Page, Row, Stored
-from cluster_subscribe.event_log.subscriber import NEVER, Current, Subscriber
+from cluster_subscribe.event_log.connection import ROUND_TIMEOUT, prepared_elsewhere
+from cluster_subscribe.event_log.queries import EventLog
+from cluster_subscribe.event_log.rows import Current, Cursor, Page, Row, Stored
+from cluster_subscribe.event_log.subscriber import NEVER, Subscriber
 from cluster_subscribe.event_log.wakeup import WakeupSource
 from cluster_subscribe.settings import Settings
 from cluster_subscribe.telemetry import Once, TailStatistics, TailTelemetry
@@ -180,7 +181,7 @@ class Reader:
 
     async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
         """The stored owner and version of each task that is there, in one read."""
-        await self._log.prepare()
+        await self._log.schema.prepare()
         async with self._log.connect() as connection:
             return await self._log.stored(connection, task_ids)
 
@@ -189,7 +190,7 @@ class Reader:
         return await self._current.get(task_id)
 
     async def _read_current(self, task_ids: Collection[str]) -> dict[str, Current]:
-        await self._log.prepare()
+        await self._log.schema.prepare()
         async with self._log.connect() as connection:
             stored = await self._log.stored(connection, task_ids)
             states = await self._log.states(connection, task_ids)
@@ -342,7 +343,7 @@ class Reader:
         if not (check or woken):
             return
         self.telemetry.round()
-        await self._log.prepare()
+        await self._log.schema.prepare()
         # Before the database takes a snapshot: who asks later is answered by the next round.
         confirming = {
             subscriber
@@ -359,7 +360,7 @@ class Reader:
                 await self._check_states(connection)
         if check and not woken:
             # With time to spare: it takes longer than a round.
-            await self._log.advise()
+            await self._log.schema.advise()
         for subscriber in drained & ahead.keys():
             # The log was read after the version: what it did not hold was never logged.
             if subscriber.cursor.version < ahead[subscriber]:

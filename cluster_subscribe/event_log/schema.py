@@ -2,6 +2,8 @@
 
 import logging
 
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final, cast
 
 from a2a.server.models import (
@@ -28,29 +30,77 @@ _once = Once()
 
 
 class Schema:
-    """The event and version tables as one engine finds them."""
+    """The event and version tables as one engine finds them.
 
-    def __init__(self, engine: AsyncEngine, events: str | Table, versions: str | Table) -> None:
+    Args:
+        engine: The engine of the database.
+        connect: Opens a connection to it, with a timeout.
+        events: The event table, or its name.
+        versions: The version table, or its name.
+        create_table: Whether missing tables may be created.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        connect: Callable[[], AbstractAsyncContextManager[AsyncConnection]],
+        events: str | Table,
+        versions: str | Table,
+        *,
+        create_table: bool,
+    ) -> None:
         self._engine = engine
+        self._connect = connect
+        self._create_table = create_table
+        self._prepared = self._advised = False
         self.events = table_of('events', events)
         self.versions = table_of('versions', versions)
         self.index = _index(self.events)
 
-    async def is_there(self, connection: AsyncConnection) -> bool:
-        """Whether the event table exists."""
+    async def prepare(self) -> None:
+        """Creates the tables, with the index, if they are missing and may be created."""
+        if self._prepared:
+            return
+        if self._create_table and not await self._is_there():
+            try:
+                await self._create()
+            except Exception:
+                # Another replica may have been quicker.
+                if not await self._is_there():
+                    raise
+        self._prepared = True
 
+    async def _is_there(self) -> bool:
         def look(sync: Connection) -> bool:
             return inspect(sync).has_table(
                 self.events.name, schema=sync.schema_for_object(self.events)
             )
 
-        return await connection.run_sync(look)
+        async with self._connect() as connection:
+            return await connection.run_sync(look)
 
-    async def create(self) -> None:
-        """Creates what is missing of the tables, the index with them."""
+    async def _create(self) -> None:
         async with self._engine.begin() as connection:
             for table in (self.events, self.versions):
                 await connection.run_sync(table.metadata.create_all, tables=[table])
+
+    async def advise(self) -> None:
+        """Logs the statement that builds a missing index, once. Never raises.
+
+        Building it under a running cluster is for the operator, with a statement that
+        does not block writers.
+        """
+        if self._advised:
+            return
+        try:
+            async with self._connect() as connection:
+                indexed = await self.is_indexed(connection)
+        except Exception:
+            logger.debug('Whether %s has an index is not known', self.events.name, exc_info=True)
+        else:
+            if not indexed:
+                self._warn_of_missing_index()
+        self._advised = True
 
     async def is_indexed(self, connection: AsyncConnection) -> bool:
         """Whether an index begins with the columns that the log is read by."""
@@ -64,12 +114,7 @@ class Schema:
 
         return await connection.run_sync(look)
 
-    def advise(self) -> None:
-        """Names the statement that builds the index, once in this process.
-
-        Building it under a running cluster is for the operator, with a statement that
-        does not block writers.
-        """
+    def _warn_of_missing_index(self) -> None:
         schema, name = qualified_name(self._engine, self.events)
         if _once(str(self._engine.url), schema, name):
             logger.warning(
@@ -90,7 +135,7 @@ def table_of(kind: str, table: str | Table) -> Table:
     if table in Base.metadata.tables:
         return Base.metadata.tables[table]
 
-    # A base of our own: the SDK refuses a second model for one table name.
+    # With its own base class: the SDK's refuses a second model for one table name.
     class _Base(DeclarativeBase):
         pass
 

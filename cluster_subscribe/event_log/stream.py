@@ -16,11 +16,13 @@ from cluster_subscribe import sdk
 from cluster_subscribe.background import Background
 from cluster_subscribe.engines import shared_connection
 from cluster_subscribe.errors import EventStreamEndedError, UnsupportedHandlerError
-from cluster_subscribe.event_log.queries import Cursor, EventLog, Stored, is_valid_task_id
+from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.reader import Reader
+from cluster_subscribe.event_log.rows import Cursor, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
 from cluster_subscribe.settings import Settings, WakeupMode
+from cluster_subscribe.task_ids import is_valid_task_id
 from cluster_subscribe.telemetry import TailStatistics
 
 logger = logging.getLogger(__name__)
@@ -143,7 +145,7 @@ class SharedTailEventStream(TaskEventStream):
         # One that it refuses would stop the reader for all streams.
         if not is_valid_task_id(task_id):
             raise TaskNotFoundError
-        cursor = Cursor.behind(sdk.version_number(after))
+        cursor = Cursor.end_of(sdk.version_number(after))
         reader = self._reader_here()
         subscriber = Subscriber(task_id, owner, cursor, reader, strict=strict)
         subscriber.state = state

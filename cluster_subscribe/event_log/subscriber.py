@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from copy import deepcopy
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from a2a.server.cluster import StoredTask, TaskVersion, VersionedEvent
 from a2a.server.events import Event
@@ -13,7 +13,7 @@ from a2a.types import Task, TaskState, TaskStatusUpdateEvent
 from a2a.utils.errors import TaskNotFoundError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.event_log.queries import Cursor, Page, Row, Stored
+from cluster_subscribe.event_log.rows import Current, Cursor, Page, Row, Stored
 
 Decode = Callable[[Row], Event | None]
 """Gives the event of a row, `None` if it cannot be decoded."""
@@ -21,15 +21,6 @@ _MAX_BYTES: Final = 1 << 20
 """Bytes of events that a subscriber may hold, unless a single one is larger."""
 NEVER: Final = Stored(None, -1)
 """Equal to nothing that a store holds."""
-
-
-class Current(NamedTuple):
-    """What is stored of a task, without the task."""
-
-    owner: str | None
-    version: int
-    state: TaskState | None
-    """`None` where it is not known."""
 
 
 class LogReader(Protocol):
@@ -290,7 +281,7 @@ class Subscriber:
         """Goes on behind a version, whatever was fed before."""
         self._buffer.clear()
         self._bytes = 0
-        self.cursor = self._position = Cursor.behind(version)
+        self.cursor = self._position = Cursor.end_of(version)
         # What the reader saw meanwhile is looked at, or it would never be fed again.
         self.behind, self._reconcile_requested = False, self.suspended
         self.reader.schedule_read(self.task_id)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from a2a.server.cluster import StoredTask, TaskVersion, VersionedEvent
 from a2a.types import TaskState
 
-from cluster_subscribe.event_log.subscriber import Current
+from cluster_subscribe.event_log.rows import Current
 
 
 class Feed(Protocol):

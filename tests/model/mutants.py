@@ -18,8 +18,7 @@ from typing import Any, Final
 
 from cluster_subscribe import local_state as local_task
 from cluster_subscribe import local_tasks as eviction
-from cluster_subscribe.event_log import queries as log
-from cluster_subscribe.event_log import reader, stream, subscriber
+from cluster_subscribe.event_log import reader, statements, stream, subscriber
 from cluster_subscribe.subscription import follow as subscription
 from cluster_subscribe.subscription import rules
 from tests.mechanisms import replaced
@@ -141,7 +140,7 @@ _BEHIND: Final = """\
 """
 _BEHIND_BY_SEQ: Final = """\
             or_(
-                (bindparam(f'seq_{number}') == _BEHIND_ALL_ROWS) & (c.task_version > version),
+                (bindparam(f'seq_{number}') == 2**63 - 1) & (c.task_version > version),
 """
 
 MUTANTS: Final = (
@@ -167,13 +166,13 @@ MUTANTS: Final = (
     _mutant(
         'the cursor is `seq`',
         (
-            log,
-            'EventLog._page',
+            statements,
+            '_page',
             _BEHIND,
             _BEHIND_BY_SEQ,
         ),
-        (log, 'EventLog._page', '.order_by(c.task_version, c.seq)', '.order_by(c.seq)'),
-        (log, 'EventLog._pages', "'page', 'task_version', 'seq'", "'page', 'seq'"),
+        (statements, '_page', '.order_by(c.task_version, c.seq)', '.order_by(c.seq)'),
+        (statements, 'pages', "'page', 'task_version', 'seq'", "'page', 'seq'"),
     ),
     _mutant(
         'a joiner is fed in the middle of a round',
@@ -247,7 +246,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'the rows of an earlier incarnation are delivered',
-        (log, 'EventLog._page', 'c.seq >= lives.scalar_subquery(),', ''),
+        (statements, '_page', 'c.seq >= incarnation_start.scalar_subquery(),', ''),
         (reader, 'Reader._read', 'any(row.is_of_earlier_incarnation for row in rows)', 'False'),
     ),
     _mutant(

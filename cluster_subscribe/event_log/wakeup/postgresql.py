@@ -10,8 +10,8 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import Signal, in_time
-from cluster_subscribe.event_log.queries import is_valid_task_id
 from cluster_subscribe.event_log.wakeup.detached import Wake, detached
+from cluster_subscribe.task_ids import is_valid_task_id
 
 logger = logging.getLogger(__name__)
 
