@@ -46,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(f'ignore:{words}:ResourceWarning'))
 
 
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of the collections that follow each test, most of their time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 async def _nothing_left_behind(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """Fails a test that leaves an asyncio task or an unhandled loop exception."""
