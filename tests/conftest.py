@@ -23,12 +23,13 @@ from typing import Any
 import pytest
 
 from a2a.server.cluster import VersionedDatabaseTaskStore
-from sqlalchemy import make_url, text
+from sqlalchemy import make_url
 from sqlalchemy.engine import URL
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Decorate
+from tests.support.databases import execute
 from tests.support.writer import Writer
 
 
@@ -121,7 +122,7 @@ def postgres_server() -> Iterator[URL]:
             server = embedded.get_server(Path(folder), cleanup_mode='stop')
         url = make_url(server.get_uri()).set(drivername='postgresql+asyncpg')
         # Durability is not what is tested, and costs most of the time.
-        _run(_execute(url, 'ALTER SYSTEM SET fsync = off', 'SELECT pg_reload_conf()'))
+        _run(execute(url, 'ALTER SYSTEM SET fsync = off', 'SELECT pg_reload_conf()'))
         try:
             yield url
         finally:
@@ -138,10 +139,10 @@ def postgres_template(postgres_server: URL) -> Iterator[URL]:
         await VersionedDatabaseTaskStore(engine).initialize()
         await engine.dispose()
 
-    _run(_execute(postgres_server, f'CREATE DATABASE {template.database}'))
+    _run(execute(postgres_server, f'CREATE DATABASE {template.database}'))
     _run(create_tables())
     yield template
-    _run(_execute(postgres_server, f'DROP DATABASE {template.database} WITH (FORCE)'))
+    _run(execute(postgres_server, f'DROP DATABASE {template.database} WITH (FORCE)'))
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:
@@ -150,22 +151,14 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         thread.submit(asyncio.run, work).result()
 
 
-async def _execute(url: URL, *statements: str) -> None:
-    engine = create_async_engine(url, isolation_level='AUTOCOMMIT')
-    async with engine.connect() as connection:
-        for statement in statements:
-            await connection.execute(text(statement))
-    await engine.dispose()
-
-
 @asynccontextmanager
 async def _database(server: URL, create: str, drop: str) -> AsyncIterator[str]:
     url = server.set(database=f'cluster_subscribe_{uuid.uuid4().hex}')
-    await _execute(server, create.format(url.database))
+    await execute(server, create.format(url.database))
     try:
         yield url.render_as_string(hide_password=False)
     finally:
-        await _execute(server, drop.format(url.database))
+        await execute(server, drop.format(url.database))
 
 
 @pytest.fixture

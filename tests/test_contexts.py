@@ -26,7 +26,9 @@ from cluster_subscribe._testing.cluster import Replica, cluster
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.queries import EventLog
-from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.replicas import wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 
 NO_POOL = {'poolclass': NullPool}
 

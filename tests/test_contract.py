@@ -5,14 +5,12 @@ from importlib.metadata import version
 import pytest
 
 from a2a.server.cluster import DatabaseTaskEventStream
+from packaging.version import parse
 
 from cluster_subscribe._testing import FAULTS, Decorate, Fault
+from tests.support.replicas import OwnStream
 
 by_number = pytest.mark.parametrize('fault', FAULTS, ids=lambda fault: fault.number)
-
-
-class OwnStream(DatabaseTaskEventStream):
-    """A user's own event stream, which the decorator leaves in its place."""
 
 
 @pytest.mark.parametrize(
@@ -36,7 +34,7 @@ async def test_every_replica_is_right_when_wrapped(
 
 def healed(fault: Fault) -> bool:
     """Whether the installed SDK is right by itself."""
-    return fault.number == 'F19' and version('a2a-sdk') >= '1.3'
+    return fault.number == 'F19' and parse(version('a2a-sdk')) >= parse('1.3')
 
 
 @pytest.mark.cancels_queries

@@ -11,7 +11,6 @@ import pytest
 from a2a.server.cluster import DatabaseTaskEventStream, TaskVersion, VersionedEvent
 from a2a.types import Task
 from a2a.utils.errors import TaskNotFoundError
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import EventStreamEndedError, Settings, SharedTailEventStream
@@ -19,8 +18,10 @@ from cluster_subscribe._testing import Cluster, Decorate, label
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import queries as event_log
-from tests.support.inside import open_at, parts, tail_of
-from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.databases import terminate_backends
+from tests.support.replicas import decorated, log_statistics, parts, wakeups, wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 
 # Exactly once, in order.
 
@@ -48,7 +49,12 @@ async def test_random_joins_are_exact_at_every_replica(
         ]
         gates.open('1')
         await gates.reached('2')
-        await eventually(lambda: sum(open_at(replica) for replica in lab.replicas) == joins)
+        await eventually(
+            lambda: (
+                sum(decorated(replica).statistics().open_subscriptions for replica in lab.replicas)
+                == joins
+            )
+        )
         gates.open('2')
         for numbers in await asyncio.gather(*joining):
             assert numbers == list(range(events))
@@ -186,16 +192,8 @@ async def test_the_stream_survives_its_connections(
             task = await lab.a.turn('ask')
             (watch,) = await lab.watch(task, [lab.c])
             if name == 'ours':
-                await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0))
-            admin = create_async_engine(database_url)
-            async with admin.connect() as connection:
-                await connection.execute(
-                    text(
-                        'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                        "WHERE application_name = 'replica' AND datname = current_database()"
-                    )
-                )
-            await admin.dispose()
+                await eventually(lambda: wakeups(lab.c, 'listen'))
+            await terminate_backends(database_url, "application_name = 'replica'")
             if name == 'stock':
                 assert await watch.until(lambda w: w.ending, BACKSTOP)
                 assert watch.ending not in ('closed', None)
@@ -205,7 +203,7 @@ async def test_the_stream_survives_its_connections(
             await lab.b.turn('work done', task)
             assert await watch.until(lambda w: w.ending, BACKSTOP)
             assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
-            await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 2)
+            await eventually(lambda: wakeups(lab.c, 'listen') == 2)
 
 
 @pytest.mark.cancels_queries
@@ -222,7 +220,7 @@ async def test_an_exhausted_pool_delays_and_loses_nothing(database_url: str) -> 
                     assert watch.ending == 'TimeoutError'
                     continue
                 await lab.b.turn('work done', task)
-                await eventually(lambda: tail_of(lab.c).statistics().reconnects)
+                await eventually(lambda: log_statistics(lab.c).reconnects)
             assert await watch.until(lambda w: w.ending, BACKSTOP)
             assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
 

@@ -11,14 +11,10 @@ import aiosqlite
 import pytest
 
 from a2a.server.agent_execution import RequestContext
-from a2a.server.cluster import DatabaseTaskEventStream, VersionedDatabaseTaskStore
+from a2a.server.cluster import VersionedDatabaseTaskStore
 from a2a.server.events import Event, EventQueue
-from a2a.server.models import (
-    create_task_event_model,
-    create_task_model,
-    create_task_version_model,
-)
-from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
+from a2a.server.models import create_task_event_model, create_task_model, create_task_version_model
+from a2a.server.request_handlers import RequestHandler
 from a2a.types import SendMessageRequest, SubscribeToTaskRequest
 from sqlalchemy import Engine, Index, MetaData, NullPool, Pool, StaticPool, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -33,24 +29,15 @@ from cluster_subscribe import (
 )
 from cluster_subscribe._testing import ScriptedAgent, Watch
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe._testing.messages import agent_card, caller, user_message
+from cluster_subscribe._testing.messages import caller, user_message
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.event_log.queries import EventLog
-from tests.support.writer import Writer, eventually, take, wrapping
+from tests.support.replicas import stock_over, wrapping
+from tests.support.waiting import eventually
+from tests.support.writer import Writer, take
 
 LIMIT = 20.0
 """Seconds after which a stream counts as hung."""
-
-
-def handler_over(
-    store: AsyncEngine, stream: AsyncEngine | None = None, agent: ScriptedAgent | None = None
-) -> DefaultRequestHandler:
-    return DefaultRequestHandler(
-        agent_executor=agent or ScriptedAgent(),
-        task_store=VersionedDatabaseTaskStore(store),
-        event_stream=DatabaseTaskEventStream(stream or store),
-        agent_card=agent_card('http://127.0.0.1'),
-    )
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -105,7 +92,7 @@ async def test_a_shared_connection_keeps_every_event_of_an_agent(
     """A read of ours would roll back the agent's open transaction."""
     engine, agent = sharing(how, tmp_path), Gated()
     await VersionedDatabaseTaskStore(engine).initialize()
-    stock = handler_over(engine, agent=agent)
+    stock = stock_over(engine, agent=agent)
     handler: Any = wrap(stock) if wrapped else stock
     script = ' '.join(f'chunk={number}' for number in range(200))
     sending = handler.on_message_send_stream(
@@ -139,7 +126,7 @@ async def test_a_handler_over_a_shared_connection_is_left_alone_with_one_warning
 ) -> None:
     engine = sharing(how, tmp_path)
     other = create_async_engine(f'sqlite+aiosqlite:///{tmp_path / "b.db"}')
-    stock = handler_over(*((engine, other) if part == 'store' else (other, engine)))
+    stock = stock_over(*((engine, other) if part == 'store' else (other, engine)))
     stream = stock._event_stream
     caplog.clear()
     assert wrap(stock) is stock
@@ -156,7 +143,7 @@ async def test_a_database_in_memory_with_a_cache_shared_by_connections_is_left_a
 ) -> None:
     """Nobody waits for the locks of a shared cache: a read would fail the agent's save."""
     engine = create_async_engine('sqlite+aiosqlite:///file::memory:?cache=shared&uri=true')
-    stock = handler_over(engine)
+    stock = stock_over(engine)
     assert wrap(stock) is stock
 
 
@@ -168,7 +155,7 @@ async def test_the_pool_is_what_counts_where_a_creator_opens_the_connections(
 
     for pool, left_alone in ((NullPool, False), (StaticPool, True)):
         engine = create_async_engine('sqlite+aiosqlite://', async_creator=connect, poolclass=pool)
-        assert isinstance(wrap(handler_over(engine)), ClusterSubscribeHandler) is not left_alone
+        assert isinstance(wrap(stock_over(engine)), ClusterSubscribeHandler) is not left_alone
 
 
 def by_map(_handler: Any) -> None: ...
@@ -329,7 +316,7 @@ def test_an_autocommit_engine_of_the_store_gets_one_warning(
     options: dict[str, Any], warned: bool, sqlite_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The SDK's save is no transaction there."""
-    handler = wrap(handler_over(create_async_engine(sqlite_url, **options)))
+    handler = wrap(stock_over(create_async_engine(sqlite_url, **options)))
     assert isinstance(handler, ClusterSubscribeHandler)
     assert [('AUTOCOMMIT' in warning) for warning in warnings(caplog)] == [True] * warned
 
@@ -347,7 +334,7 @@ def test_databases_that_no_url_names_are_not_called_different(
         engines.append(create_async_engine(url, **creator))
         if unnamed == 'do_connect':
             event.listen(engines[-1].sync_engine, 'do_connect', lambda *_: None)
-    stock = handler_over(engines[0], engines[1])
+    stock = stock_over(engines[0], engines[1])
     caplog.clear()
     assert isinstance(wrap(stock), ClusterSubscribeHandler)
     assert isinstance(stock._event_stream, SharedTailEventStream)

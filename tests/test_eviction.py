@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 
 from a2a.server.agent_execution import AgentExecutor, RequestContext
-from a2a.server.cluster import (
-    ConcurrentTaskModificationError,
-    DatabaseTaskEventStream,
-    TaskVersion,
-)
+from a2a.server.cluster import ConcurrentTaskModificationError, DatabaseTaskEventStream, TaskVersion
 from a2a.server.events import EventQueue
-from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.types import (
     CancelTaskRequest,
     SendMessageConfiguration,
@@ -25,38 +20,19 @@ from a2a.types import (
     SubscribeToTaskRequest,
     Task,
     TaskState,
-    TaskStatus,
-    TaskStatusUpdateEvent,
 )
 from a2a.utils.errors import A2AError
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, sdk, wrap
-from cluster_subscribe._testing import Cluster, Decorate, Replica
+from cluster_subscribe import Settings, sdk, wrap
+from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe._testing.messages import agent_card, caller, user_message
+from cluster_subscribe._testing.messages import caller, new_task, status_update, user_message
 from tests.support.memory import TERMINAL, Memory, MemoryStore, MemoryStream
+from tests.support.replicas import OwnStream, active_tasks, decorated, stock_handler, wrapping
+from tests.support.waiting import eventually
 
 SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))
 """Random schedules in one run of the test."""
-
-
-def wrapping(**settings: Any) -> Decorate:
-    return lambda handler: wrap(handler, settings=Settings(**settings))
-
-
-class OwnStream(DatabaseTaskEventStream):
-    """A user's own event stream, which the decorator leaves in its place."""
-
-
-def held(replica: Replica) -> dict[str, Any]:
-    gc.collect()
-    held: dict[str, Any] = replica.stock._active_task_registry._active_tasks
-    return held
-
-
-def decorated(replica: Replica) -> ClusterSubscribeHandler:
-    assert isinstance(replica.handler, ClusterSubscribeHandler)
-    return replica.handler
 
 
 @pytest.mark.cancels_queries
@@ -79,6 +55,11 @@ async def test_a_sweep_closes_what_another_replica_has_overtaken(
             await lab.a.turn('done', paused[0])
 
 
+def held(replica: Replica) -> dict[str, Any]:
+    gc.collect()
+    return active_tasks(replica.stock)
+
+
 async def eventually_swept(replica: Replica, left: set[str]) -> None:
     for _ in range(200):
         gc.collect()
@@ -93,11 +74,7 @@ async def test_the_sweep_runs_by_itself(sqlite_url: str) -> None:
     async with cluster(sqlite_url, decorate=wrapping(sweep_interval=0.05)) as lab:
         task = await lab.a.turn('ask')
         await lab.b.turn('done', task)
-        for _ in range(500):
-            if not held(lab.a):
-                break
-            await asyncio.sleep(0.01)
-        assert not held(lab.a)
+        await eventually(lambda: not held(lab.a))
 
 
 async def test_a_subscribe_closes_the_stale_one_it_finds(sqlite_url: str) -> None:
@@ -230,32 +207,13 @@ class Recording(AgentExecutor):
         assert message is not None
         self._served[message.message_id] += 1
         if context.current_task is None:
-            await event_queue.enqueue_event(
-                Task(
-                    id=context.task_id,
-                    context_id=context.context_id,
-                    status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
-                    history=[message],
-                )
-            )
+            await event_queue.enqueue_event(new_task(context))
         for state in (TaskState.TASK_STATE_WORKING, TaskState.TASK_STATE_INPUT_REQUIRED):
             await self._memory.breathe()
-            await event_queue.enqueue_event(
-                TaskStatusUpdateEvent(
-                    task_id=context.task_id,
-                    context_id=context.context_id,
-                    status=TaskStatus(state=state),
-                )
-            )
+            await event_queue.enqueue_event(status_update(context, state))
 
     async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
-        await event_queue.enqueue_event(
-            TaskStatusUpdateEvent(
-                task_id=context.task_id,
-                context_id=context.context_id,
-                status=TaskStatus(state=TaskState.TASK_STATE_CANCELED),
-            )
-        )
+        await event_queue.enqueue_event(status_update(context, TaskState.TASK_STATE_CANCELED))
 
 
 class Schedule:
@@ -269,11 +227,10 @@ class Schedule:
         self.refused: list[Exception] = []
         self.canceled = False
         self.stock = [
-            DefaultRequestHandler(
-                agent_executor=Recording(self.memory, self.served),
-                task_store=MemoryStore(self.memory),
-                event_stream=MemoryStream(self.memory),
-                agent_card=agent_card('http://127.0.0.1'),
+            stock_handler(
+                MemoryStore(self.memory),
+                MemoryStream(self.memory),
+                Recording(self.memory, self.served),
             )
             for _ in range(2)
         ]

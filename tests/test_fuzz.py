@@ -34,8 +34,10 @@ from sqlalchemy import text
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Watch, agent
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe._testing.messages import caller
-from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
+from cluster_subscribe._testing.messages import artifact_update, caller
+from tests.support.replicas import wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 
 fuzz = settings(
     database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -330,10 +332,10 @@ async def test_an_event_that_mysql_has_no_room_for_fails_its_task_on_every_repli
     """The SDK fails the task; the streams say so and end, where the stock tap shows the error."""
     if writer.engine.dialect.name != 'mysql':
         pytest.skip('only MySQL has 64 KiB for an event')
-    small = agent._artifact
+    small = artifact_update
     monkeypatch.setattr(
         agent,
-        '_artifact',
+        'artifact_update',
         lambda context, name, said, **how: small(
             context, name, 'x' * 70_000 if said == 'large' else said, **how
         ),

@@ -13,7 +13,8 @@ from cluster_subscribe import Settings, SharedTailEventStream, sdk
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log.rows import Cursor, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
-from tests.support.writer import BACKSTOP, Writer, eventually, take
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 
 
 async def test_a_write_that_was_not_logged_makes_the_stream_look(

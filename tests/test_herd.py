@@ -14,7 +14,9 @@ from sqlalchemy import event as sqlalchemy_event
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe.event_log import subscriber as event_log_subscriber
-from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.replicas import wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 from tests.test_reconcile import Reading, serving, subscribers
 
 STREAMS = 200

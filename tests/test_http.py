@@ -18,17 +18,16 @@ from a2a.utils.constants import VERSION_HEADER
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, wrap
 from cluster_subscribe._testing import Cluster
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
+from tests.support.replicas import decorated, wrapping
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
 async def lab(sqlite_url: str) -> AsyncIterator[Cluster]:
-    async with cluster(
-        sqlite_url, decorate=lambda handler: wrap(handler, settings=Settings())
-    ) as made:
+    async with cluster(sqlite_url, decorate=wrapping()) as made:
         yield made
 
 
@@ -79,12 +78,9 @@ async def test_the_older_protocol_is_served_from_the_log_too(lab: Cluster) -> No
     task = await lab.a.turn('ask')
     turn = lab.b.start('work wait=1 work done', task)
     await turn.at('1')
-    handler = lab.c.handler
-    assert isinstance(handler, ClusterSubscribeHandler)
     async with client(lab) as http:
         asking = asyncio.ensure_future(http.post('/', json=call('tasks/resubscribe', task.id)))
-        while not handler.statistics().open_subscriptions:  # noqa: ASYNC110 - a counter
-            await asyncio.sleep(0.01)
+        await eventually(lambda: decorated(lab.c).statistics().open_subscriptions)
         lab.gates.open('1')
         answer = await asking
         assert 'event-stream' in answer.headers['content-type']

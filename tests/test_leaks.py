@@ -37,7 +37,9 @@ from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import agent_card, caller
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.subscription.rules import StreamState
-from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
+from tests.support.replicas import wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer
 
 ASKED = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SUBSCRIPTIONS', '0'))
 """Subscriptions of a long run; over a wire a fifth of it."""

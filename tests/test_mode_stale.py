@@ -8,19 +8,19 @@ import pytest
 
 from a2a.types import SubscribeToTaskRequest
 
-from cluster_subscribe import ClusterSubscribeHandler, LocalState, Settings, wrap
+from cluster_subscribe import LocalState
 from cluster_subscribe._testing import Decorate, Replica
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
+from tests.support.replicas import decorated, wrapping
 
 
 def stale(**settings: Any) -> Decorate:
-    return lambda handler: wrap(handler, settings=Settings(mode='stale', **settings))
+    return wrapping(mode='stale', **settings)
 
 
 def counted(replica: Replica, state: LocalState) -> int:
-    assert isinstance(replica.handler, ClusterSubscribeHandler)
-    return replica.handler.statistics().subscribes[state]
+    return decorated(replica).statistics().subscribes[state]
 
 
 async def test_a_stream_that_is_open_makes_no_replica_live(sqlite_url: str) -> None:

@@ -25,20 +25,14 @@ from typing import Any
 import pytest
 
 from a2a.server.cluster import TaskVersion
-from a2a.types import Part, StreamResponse, Task, TaskArtifactUpdateEvent
+from a2a.types import StreamResponse, Task
 from sqlalchemy import make_url, text
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import (
-    ClusterSubscribeHandler,
-    Settings,
-    SharedTailEventStream,
-    background,
-    wrap,
-)
-from cluster_subscribe._testing import Cluster, Decorate, Watch, label
+from cluster_subscribe import Settings, SharedTailEventStream, background
+from cluster_subscribe._testing import Cluster, Watch, label
 from cluster_subscribe._testing.cluster import Replica, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.queries import EventLog
@@ -46,11 +40,12 @@ from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.event_log.schema import Schema
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import WakeupMode
-from cluster_subscribe.telemetry import TailStatistics
+from tests.support.databases import terminate_backends
 from tests.support.proxy import Proxy, proxy
+from tests.support.replicas import log_statistics, parts, wakeups, wrapping
+from tests.support.waiting import BACKSTOP, eventually
 
-LIMIT = 60.0
-"""Seconds after which a stream counts as hung; nothing waits for them to pass."""
+reconciling = partial(wrapping, reconcile_interval=3)
 ROUND_TIMEOUT = 1.5
 """Seconds that a round gets here where its wire is silent; ten by default."""
 PART = 10
@@ -60,10 +55,6 @@ on_a_wire = pytest.mark.parametrize('database_url', ['postgresql', 'mysql'], ind
 on_postgresql = pytest.mark.parametrize('database_url', ['postgresql'], indirect=True)
 
 
-def wrapping(**settings: Any) -> Decorate:
-    return lambda handler: wrap(handler, settings=Settings(reconcile_interval=3, **settings))
-
-
 def chunks(part: int) -> str:
     return ' '.join(f'chunk={number}' for number in range(part * PART, (part + 1) * PART))
 
@@ -71,32 +62,13 @@ def chunks(part: int) -> str:
 SCRIPT = f'work {chunks(0)} wait=before {chunks(1)} wait=during {chunks(2)} done'
 
 
-def tail(replica: Replica) -> TailStatistics:
-    assert isinstance(replica.handler, ClusterSubscribeHandler)
-    statistics = replica.handler.statistics().event_log
-    assert statistics is not None
-    return statistics
-
-
 def reconnects(replica: Replica) -> int:
-    return tail(replica).reconnects
-
-
-def wakeups(replica: Replica, source: str) -> int:
-    return tail(replica).wakeups.get(source, 0)
-
-
-async def eventually(happened: Callable[[], object]) -> None:
-    async def poll() -> None:
-        while not happened():  # noqa: ASYNC110 - a counter
-            await asyncio.sleep(0.01)
-
-    await asyncio.wait_for(poll(), LIMIT)
+    return log_statistics(replica).reconnects
 
 
 async def told(watch: Watch, number: int) -> None:
     """Waits until a stream has carried a chunk."""
-    assert await watch.until(lambda w: f'chunk {number}' in w.told, LIMIT), watch.timeline
+    assert await watch.until(lambda w: f'chunk {number}' in w.told, BACKSTOP), watch.timeline
 
 
 @dataclass
@@ -119,7 +91,7 @@ class Scene:
 
         # A reader that has not begun would be cut while it prepares.
         far = self.far.b, self.far.c
-        await eventually(lambda: all(tail(replica).rounds > 1 for replica in far))
+        await eventually(lambda: all(log_statistics(replica).rounds > 1 for replica in far))
 
     @property
     def failures(self) -> int:
@@ -142,7 +114,7 @@ class Scene:
         """Lets the agent finish and compares every stream with the log."""
         self.near.gates.open('before', 'during')
         for watch in self.watches:
-            assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+            assert await watch.until(lambda w: w.ending, BACKSTOP), watch.timeline
         await is_exact(self.near, self.task, self.watches)
 
 
@@ -169,12 +141,6 @@ def of_row(data: bytes) -> str:
     return label(getattr(response, str(response.WhichOneof('payload'))))
 
 
-def parts(event: object) -> list[Part]:
-    if isinstance(event, Task):
-        return [part for artifact in event.artifacts for part in artifact.parts]
-    return list(event.artifact.parts) if isinstance(event, TaskArtifactUpdateEvent) else []
-
-
 @pytest.fixture
 def took(record_property: Callable[[str, object], None]) -> Callable[[float], None]:
     """Notes a recovery time in the report of the test run."""
@@ -197,10 +163,14 @@ def scene(database_url: str, took: Callable[[float], None]) -> Setting:
     async def make(
         settings: dict[str, Any] | None = None, driver: str = 'asyncpg', **engine: Any
     ) -> AsyncIterator[Scene]:
-        far_side = partial(cluster, decorate=wrapping(**(settings or {})), engine_options=engine)
+        far_side = partial(
+            cluster,
+            decorate=reconciling(**(settings or {})),
+            engine_options=engine,
+        )
         async with (
             proxy(database_url) as wire,
-            cluster(database_url, decorate=wrapping()) as near,
+            cluster(database_url, decorate=reconciling()) as near,
             far_side(wire.url.replace('asyncpg', driver)) as far,
         ):
             made = Scene(near, far, wire, took)
@@ -415,15 +385,7 @@ async def test_terminated_backends(scene: Setting, database_url: str, wakeup: st
         listening = [play.near.a, *([play.far.b, play.far.c] if wakeup == 'auto' else [])]
         await eventually(lambda: all(wakeups(replica, 'listen') for replica in listening))
         began = time.monotonic()
-        admin = create_async_engine(database_url)
-        async with admin.connect() as connection:
-            await connection.execute(
-                text(
-                    'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                    'WHERE datname = current_database() AND pid <> pg_backend_pid()'
-                )
-            )
-        await admin.dispose()
+        await terminate_backends(database_url)
         # The SDK's store would fail the turn on a dead connection.
         await play.near.a.engine.dispose()
         await play.go_on()
@@ -512,7 +474,7 @@ async def test_a_restarted_database(
         TemporaryDirectory(prefix='cluster-subscribe-') as folder,
         server(Path(folder)) as (url, restart),
     ):
-        async with cluster(url, decorate=wrapping(), engine_options=options) as lab:
+        async with cluster(url, decorate=reconciling(), engine_options=options) as lab:
             task = await lab.a.start(SCRIPT).at('before')
             watches = await lab.watch(task)
             for how, gate, last in (
@@ -526,17 +488,17 @@ async def test_a_restarted_database(
                     await told(watch, last)
                 took(time.monotonic() - began)
             for watch in watches:
-                assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+                assert await watch.until(lambda w: w.ending, BACKSTOP), watch.timeline
             await is_exact(lab, task, watches)
 
 
 async def test_a_locked_sqlite_file(sqlite_url: str, took: Callable[[float], None]) -> None:
     options = {'connect_args': {'timeout': 0.1}}
-    async with cluster(sqlite_url, decorate=wrapping(), engine_options=options) as lab:
+    async with cluster(sqlite_url, decorate=reconciling(), engine_options=options) as lab:
         task = await lab.a.start(SCRIPT).at('before')
         watches = await lab.watch(task)
         file = str(make_url(sqlite_url).database)
-        with closing(sqlite3.connect(file, timeout=LIMIT, check_same_thread=False)) as holder:
+        with closing(sqlite3.connect(file, timeout=BACKSTOP, check_same_thread=False)) as holder:
             await asyncio.to_thread(holder.execute, 'BEGIN EXCLUSIVE')
             await eventually(lambda: all(reconnects(replica) > 1 for replica in lab.replicas))
             holder.rollback()
@@ -547,7 +509,7 @@ async def test_a_locked_sqlite_file(sqlite_url: str, took: Callable[[float], Non
         took(time.monotonic() - began)
         lab.gates.open('during')
         for watch in watches:
-            assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+            assert await watch.until(lambda w: w.ending, BACKSTOP), watch.timeline
         await is_exact(lab, task, watches)
 
 
@@ -606,14 +568,14 @@ async def test_pgbouncer_in_transaction_mode(
     }
     with pgbouncer(make_url(database_url), tmp_path) as url:
         await reachable(url)
-        async with cluster(url, decorate=wrapping(), engine_options=options) as lab:
+        async with cluster(url, decorate=reconciling(), engine_options=options) as lab:
             tasks = [await lab.a.start(SCRIPT).at('before') for _ in range(8)]
             watches = [await lab.watch(task) for task in tasks]
             lab.gates.open('before', 'during')
             began = time.monotonic()
             for task, streams in zip(tasks, watches, strict=True):
                 for watch in streams:
-                    assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+                    assert await watch.until(lambda w: w.ending, BACKSTOP), watch.timeline
                 await is_exact(lab, task, streams)
             took(time.monotonic() - began)
             # Once is how a reader learns that there is a pooler.
@@ -633,14 +595,14 @@ async def reachable(url: str) -> None:
                 writer.transport.abort()
                 return
 
-    await asyncio.wait_for(connect(), LIMIT)
+    await asyncio.wait_for(connect(), BACKSTOP)
 
 
 async def test_a_stream_whose_look_failed_looks_again(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At INPUT_REQUIRED the store says whether the stream may end; here it is away twice."""
-    async with cluster(sqlite_url, decorate=wrapping(poll_interval=0.05)) as lab:
+    async with cluster(sqlite_url, decorate=reconciling(poll_interval=0.05)) as lab:
         task = await lab.a.start('work wait=before ask').at('before')
         watch = await lab.b.watch(task)
         read, failures = lab.b.store.get, [OSError('away'), OSError('away')]
@@ -652,5 +614,5 @@ async def test_a_stream_whose_look_failed_looks_again(
 
         monkeypatch.setattr(lab.b.store, 'get', get)
         lab.gates.open('before')
-        assert await watch.until(lambda w: w.ending, LIMIT), watch.timeline
+        assert await watch.until(lambda w: w.ending, BACKSTOP), watch.timeline
         assert watch.timeline == ('Task(WORKING)', 'INPUT_REQUIRED', 'closed')

@@ -22,7 +22,7 @@ from a2a.server.context import ServerCallContext
 from a2a.server.owner_resolver import resolve_user_scope
 from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
 from a2a.server.routes import create_jsonrpc_routes, create_rest_routes
-from a2a.types import Message, Part, Role, SendMessageRequest, SubscribeToTaskRequest, Task
+from a2a.types import SubscribeToTaskRequest, Task
 from a2a.utils.constants import VERSION_HEADER
 from a2a.utils.errors import A2AError, TaskNotFoundError
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -30,19 +30,16 @@ from starlette.applications import Starlette
 
 from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Cluster, label
-from cluster_subscribe._testing.agent import ScriptedAgent
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe._testing.messages import agent_card, caller
-from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
+from cluster_subscribe._testing.messages import caller, send_request
+from tests.support.replicas import OwnStream, stock_handler, wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer
 
 FOREIGNERS = ['somebody', 'USER', 'User', 'user ', ' user', 'üser', 'user\t', 'user😀', '']
 """Who is not 'user', though MySQL's collations call some of them equal."""
 OTHER_IDS = [str.upper, '{} '.format, ' {}'.format, '{}\0'.format]
 """What makes another id of an id, though MySQL calls some of them equal."""
-
-
-class OwnStream(DatabaseTaskEventStream):
-    """A user's own event stream, which the decorator leaves in its place."""
 
 
 async def answer(
@@ -142,12 +139,7 @@ async def resolving(
     engine = create_async_engine(url)
     store = store_type(engine, owner_resolver=resolver)  # type: ignore[arg-type]
     await store.initialize()
-    stock = DefaultRequestHandler(
-        agent_executor=ScriptedAgent(),
-        task_store=store,
-        event_stream=DatabaseTaskEventStream(engine),
-        agent_card=agent_card('http://127.0.0.1'),
-    )
+    stock = stock_handler(store, DatabaseTaskEventStream(engine))
     handler = wrap(stock, settings=Settings(**{'poll_interval': 0.05, **settings}))
     try:
         yield handler
@@ -159,13 +151,7 @@ async def resolving(
 async def say(
     handler: RequestHandler, script: str, context: ServerCallContext, task: Task | None = None
 ) -> Task:
-    message = Message(
-        role=Role.ROLE_USER,
-        message_id='m',
-        task_id=task.id if task else '',
-        parts=[Part(text=script)],
-    )
-    told = await handler.on_message_send(SendMessageRequest(message=message), context)
+    told = await handler.on_message_send(send_request(script, task), context)
     assert isinstance(told, Task)
     return told
 

@@ -15,7 +15,6 @@ import random
 import signal
 import sys
 import time
-import uuid
 
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable
@@ -28,19 +27,11 @@ import pytest
 
 from a2a.client import A2AClientError, Client, ClientConfig, create_client
 from a2a.server.cluster import VersionedDatabaseTaskStore
-from a2a.types import (
-    GetTaskRequest,
-    Message,
-    Part,
-    Role,
-    SendMessageRequest,
-    StreamResponse,
-    SubscribeToTaskRequest,
-    Task,
-    TaskState,
-)
+from a2a.types import GetTaskRequest, StreamResponse, SubscribeToTaskRequest, Task, TaskState
 from a2a.utils.errors import A2AError, UnsupportedOperationError
 from sqlalchemy.ext.asyncio import create_async_engine
+
+from cluster_subscribe._testing.messages import send_request
 
 GIVEN = os.environ.get('CLUSTER_SUBSCRIBE_TEST_CLIENTS')
 CLIENTS = int(GIVEN or '10')
@@ -120,23 +111,11 @@ async def replicas(url: str, folder: Path, names: str = 'ABC') -> AsyncIterator[
         yield servers
 
 
-def message(script: str, task: Task | None = None) -> SendMessageRequest:
-    return SendMessageRequest(
-        message=Message(
-            role=Role.ROLE_USER,
-            message_id=uuid.uuid4().hex,
-            task_id=task.id if task else '',
-            context_id=task.context_id if task else '',
-            parts=[Part(text=script)],
-        )
-    )
-
-
 async def turn(server: Server, script: str, task: Task | None = None) -> Task:
     """Has a replica run a turn to its end; the task as stored."""
     assert server.client is not None
     task_id = task.id if task else ''
-    async for response in server.client.send_message(message(script, task)):
+    async for response in server.client.send_message(send_request(script, task)):
         task_id = task_id or response.task.id or response.status_update.task_id
     return await server.client.get_task(GetTaskRequest(id=task_id))
 

@@ -11,10 +11,10 @@ import pytest
 from a2a.server.models import TaskEventModel
 from sqlalchemy import func, select
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, wrap
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe._testing.watching import Watch
+from tests.support.replicas import decorated, wrapping
 
 RECIPE = Path(__file__).parent.parent / 'docs' / 'examples' / 'prune.py'
 EVENTS = 60
@@ -32,8 +32,7 @@ def recipe() -> Any:
 
 async def streams_over_pruning(url: str, recipe: Any, keep: int) -> tuple[list[Watch], int]:
     """Streams at every replica, one of them slow, while the log is pruned behind each event."""
-    settings = Settings(max_buffered_events=4, poll_interval=0.1)
-    async with cluster(url, decorate=lambda handler: wrap(handler, settings=settings)) as lab:
+    async with cluster(url, decorate=wrapping(max_buffered_events=4, poll_interval=0.1)) as lab:
         words = ' '.join(f'chunk={number} wait={number}' for number in range(EVENTS))
         turn = lab.a.start(f'work wait=g {words} done')
         task = await turn.at('g')
@@ -54,8 +53,7 @@ async def streams_over_pruning(url: str, recipe: Any, keep: int) -> tuple[list[W
         assert removed > 0
         reconciled = 0
         for replica in lab.replicas:
-            assert isinstance(replica.handler, ClusterSubscribeHandler)
-            reconciled += replica.handler.statistics().reconciled
+            reconciled += decorated(replica).statistics().reconciled
         return watches, reconciled
 
 

@@ -23,8 +23,9 @@ from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import queries as event_log
 from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.rows import Cursor, Page
-from tests.support.inside import tail_of
-from tests.support.writer import Writer, eventually, take, wrapping
+from tests.support.replicas import tail_of, wrapping
+from tests.support.waiting import eventually
+from tests.support.writer import Writer, take
 
 
 async def count(engine: AsyncEngine, during: Callable[[], Any]) -> Counter[str]:

@@ -14,7 +14,8 @@ from cluster_subscribe import Settings, SharedTailEventStream
 from cluster_subscribe._testing import label
 from cluster_subscribe.background import Background, SharedReads
 from cluster_subscribe.event_log.queries import EventLog
-from tests.support.writer import BACKSTOP, Writer, eventually, take
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 
 
 async def test_a_stream_that_does_not_look_keeps_the_reader_at_rest(sqlite_url: str) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from a2a.server.agent_execution import AgentExecutor
 from a2a.server.cluster import StoredTask, TaskVersion
 from a2a.server.context import ServerCallContext
-from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.types import (
     CancelTaskRequest,
     SendMessageRequest,
@@ -20,16 +18,15 @@ from a2a.types import (
     TaskStatus,
 )
 from a2a.utils.errors import InternalError, TaskNotFoundError
-from sqlalchemy import text
 from sqlalchemy.exc import OperationalError, ProgrammingError
-from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, background, wrap
-from cluster_subscribe._testing import Decorate, Replica, ScriptedAgent
+from cluster_subscribe import Settings, background, wrap
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe._testing.messages import agent_card, caller, user_message
+from cluster_subscribe._testing.messages import caller, user_message
 from cluster_subscribe.task_reader import reads_at_once
+from tests.support.databases import terminate_backends
 from tests.support.memory import Memory, MemoryStore, MemoryStream
+from tests.support.replicas import stock_handler, wakeups, wrapping
 
 
 class Store(MemoryStore):
@@ -55,13 +52,7 @@ async def handler_over(
 ) -> Any:
     task = Task(id='t', status=TaskStatus(state=TaskState.TASK_STATE_WORKING))
     await store.save(task, prev_version=TaskVersion.MISSING, context=caller())
-    agent: AgentExecutor = ScriptedAgent()
-    stock = DefaultRequestHandler(
-        agent_executor=agent,
-        task_store=store,
-        event_stream=MemoryStream(memory),
-        agent_card=agent_card('http://127.0.0.1'),
-    )
+    stock = stock_handler(store, MemoryStream(memory))
     return wrap(stock, settings=settings or Settings()) if wrapped else stock
 
 
@@ -104,15 +95,7 @@ async def test_who_leaves_before_its_read_began_costs_none() -> None:
 
 async def test_a_cancel_that_is_refused_wakes_nobody(sqlite_url: str) -> None:
     """Each hint goes to the whole cluster."""
-
-    def hints(replica: Replica) -> int:
-        assert isinstance(replica.handler, ClusterSubscribeHandler)
-        log = replica.handler.statistics().event_log
-        assert log is not None
-        return log.wakeups.get('cancel', 0)
-
-    decorate: Decorate = lambda handler: wrap(handler, settings=Settings())  # noqa: E731
-    async with cluster(sqlite_url, decorate=decorate) as lab:
+    async with cluster(sqlite_url, decorate=wrapping()) as lab:
         task = await lab.a.turn('ask')
         for task_id, user in (
             ('no-such-task', 'user'),
@@ -123,10 +106,10 @@ async def test_a_cancel_that_is_refused_wakes_nobody(sqlite_url: str) -> None:
             with pytest.raises(TaskNotFoundError):
                 await lab.a.handler.on_cancel_task(CancelTaskRequest(id=task_id), caller(user))
         await asyncio.sleep(0)
-        assert hints(lab.a) == 0
+        assert wakeups(lab.a, 'cancel') == 0
         await lab.a.cancel(task)
         await asyncio.sleep(0)
-        assert hints(lab.a) == 1
+        assert wakeups(lab.a, 'cancel') == 1
 
 
 STATEMENT = 'SELECT owner FROM tasks'
@@ -193,21 +176,10 @@ async def test_who_waits_when_the_handler_is_closed_is_told_so(
 
 @pytest.mark.parametrize('database_url', ['postgresql'], indirect=True)
 async def test_lost_pooled_connections_fail_no_subscribe(database_url: str) -> None:
-    def decorate(handler: Any) -> Any:
-        return wrap(handler, settings=Settings(wakeup='poll'))
-
-    async with cluster(database_url, decorate=decorate) as lab:
+    async with cluster(database_url, decorate=wrapping(wakeup='poll')) as lab:
         task = await lab.a.turn('ask')
         await asyncio.gather(*(lab.c.get(task.id) for _ in range(5)))
-        admin = create_async_engine(database_url)
-        async with admin.connect() as connection:
-            await connection.execute(
-                text(
-                    'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                    'WHERE datname = current_database() AND pid <> pg_backend_pid()'
-                )
-            )
-        await admin.dispose()
+        await terminate_backends(database_url)
         watches = [lab.c.subscribe(task) for _ in range(20)]
         for watch in watches:
             await watch.until(lambda w: w.events or w.ending, 10)

@@ -8,23 +8,20 @@ from typing import Any
 
 import pytest
 
-from a2a.server.cluster import (
-    DatabaseTaskEventStream,
-    TaskVersion,
-    VersionedDatabaseTaskStore,
-)
-from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
+from a2a.server.cluster import DatabaseTaskEventStream, TaskVersion, VersionedDatabaseTaskStore
+from a2a.server.request_handlers import RequestHandler
 from a2a.types import SubscribeToTaskRequest, Task, TaskState, TaskStatus
 from a2a.utils.errors import A2AError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import label
-from cluster_subscribe._testing.agent import ScriptedAgent
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe._testing.messages import agent_card, caller
+from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log.subscriber import Subscriber
-from tests.support.writer import BACKSTOP, Writer, eventually, wrapping
+from tests.support.replicas import stock_handler, wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer
 
 FAST = {'poll_interval': 0.05, 'reconcile_interval': 0.4}
 
@@ -64,11 +61,9 @@ async def serving(
     chosen = Settings(**{**FAST, **settings})
     shared = SharedTailEventStream(engine, settings=chosen)
     handler = wrap(
-        DefaultRequestHandler(
-            agent_executor=ScriptedAgent(),
-            task_store=VersionedDatabaseTaskStore(engine),
-            event_stream=shared if by_hand else DatabaseTaskEventStream(engine),
-            agent_card=agent_card('http://127.0.0.1'),
+        stock_handler(
+            VersionedDatabaseTaskStore(engine),
+            shared if by_hand else DatabaseTaskEventStream(engine),
         ),
         settings=chosen,
     )

@@ -13,7 +13,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from cluster_subscribe import Settings, SharedTailEventStream
 from cluster_subscribe.event_log.wakeup import postgresql
 from cluster_subscribe.event_log.wakeup.detached import detached
-from tests.support.writer import Writer, eventually, take
+from tests.support.waiting import eventually
+from tests.support.writer import Writer, take
 
 pytestmark = pytest.mark.parametrize('database_url', ['postgresql'], indirect=True)
 

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from a2a.server.cluster import (
-    DatabaseTaskEventStream,
-    TaskEventStream,
-    TaskVersion,
-    VersionedEvent,
-)
+from a2a.server.cluster import DatabaseTaskEventStream, TaskEventStream, TaskVersion, VersionedEvent
 from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
 from a2a.types import (
     AgentCapabilities,
@@ -28,25 +23,11 @@ from a2a.types import (
 )
 from a2a.utils.errors import InvalidParamsError, TaskNotFoundError, UnsupportedOperationError
 
-from cluster_subscribe import (
-    ClusterSubscribeHandler,
-    EventStreamEndedError,
-    LocalState,
-    Settings,
-    Statistics,
-    wrap,
-)
+from cluster_subscribe import EventStreamEndedError, LocalState, Settings, Statistics, wrap
 from cluster_subscribe._testing import Cluster, Decorate, Replica
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
-
-
-class OwnStream(DatabaseTaskEventStream):
-    """A user's own event stream, which the decorator leaves in its place."""
-
-
-def wrapping(**settings: Any) -> Decorate:
-    return lambda handler: wrap(handler, settings=Settings(**settings))
+from tests.support.replicas import OwnStream, decorated, wrapping
 
 
 @pytest.fixture
@@ -56,8 +37,7 @@ async def lab(sqlite_url: str) -> AsyncIterator[Cluster]:
 
 
 def statistics(replica: Replica) -> Statistics:
-    assert isinstance(replica.handler, ClusterSubscribeHandler)
-    return replica.handler.statistics()
+    return decorated(replica).statistics()
 
 
 async def first_of(handler: RequestHandler, task_id: str, user: str = 'user') -> object:

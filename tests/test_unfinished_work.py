@@ -14,7 +14,6 @@ import pytest
 
 from a2a.server.agent_execution import AgentExecutor, RequestContext
 from a2a.server.events import EventQueue
-from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.server.tasks import PushNotificationSender, TaskUpdater
 from a2a.types import (
     CancelTaskRequest,
@@ -24,14 +23,14 @@ from a2a.types import (
     SubscribeToTaskRequest,
     Task,
     TaskState,
-    TaskStatus,
 )
 from a2a.utils.errors import TaskNotCancelableError
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe._testing.messages import agent_card, caller, label, user_message
+from cluster_subscribe._testing.messages import caller, label, new_task, user_message
 from cluster_subscribe.executor_seam import ExecutorSeam
 from tests.support.memory import Memory, MemoryStore, MemoryStream
+from tests.support.replicas import active_tasks, stock_handler
 
 Act = Callable[[TaskUpdater], Awaitable[None]]
 both = pytest.mark.parametrize('wrapped', [False, True], ids=['bare', 'wrapped'])
@@ -45,13 +44,7 @@ class Acting(AgentExecutor):
 
     async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
         if context.current_task is None:
-            await event_queue.enqueue_event(
-                Task(
-                    id=context.task_id,
-                    context_id=context.context_id,
-                    status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
-                )
-            )
+            await event_queue.enqueue_event(new_task(context))
         assert context.task_id
         assert context.context_id
         await self._act(TaskUpdater(event_queue, context.task_id, context.context_id))
@@ -87,12 +80,8 @@ class Replica:
     def __init__(self, act: Act, *, wrapped: bool, webhook: Webhook | None = None) -> None:
         self.memory = Memory()
         self.store = MemoryStore(self.memory)
-        self.stock = DefaultRequestHandler(
-            agent_executor=Acting(act),
-            task_store=self.store,
-            event_stream=MemoryStream(self.memory),
-            push_sender=webhook,
-            agent_card=agent_card('http://127.0.0.1'),
+        self.stock = stock_handler(
+            self.store, MemoryStream(self.memory), Acting(act), push_sender=webhook
         )
         self.handler: Any = wrap(self.stock, settings=Settings()) if wrapped else self.stock
         self.wrapped = wrapped
@@ -135,8 +124,7 @@ class Replica:
 
     @property
     def held(self) -> dict[str, Any]:
-        tasks: dict[str, Any] = self.stock._active_task_registry._active_tasks
-        return tasks
+        return active_tasks(self.stock)
 
 
 @asynccontextmanager

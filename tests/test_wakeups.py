@@ -17,8 +17,10 @@ from cluster_subscribe.event_log import reader as event_log_reader
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
 from cluster_subscribe.event_log.wakeup.detached import detached
-from tests.support.inside import tail_of
-from tests.support.writer import BACKSTOP, Writer, eventually, take, wrapping
+from tests.support.databases import terminate_backends
+from tests.support.replicas import tail_of, wakeups, wrapping
+from tests.support.waiting import BACKSTOP, eventually
+from tests.support.writer import Writer, take
 
 FAST = {'poll_interval': 0.1, 'reconcile_interval': 0.4}
 
@@ -97,20 +99,13 @@ async def test_a_lost_listen_connection_is_rebuilt(on_postgresql: str) -> None:
     async with cluster(on_postgresql, decorate=wrapping(poll_interval=30)) as lab:
         task = await lab.a.turn('ask')
         (watch,) = await lab.watch(task, [lab.c])
-        await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 1)
-        async with lab.b.engine.connect() as connection:
-            await connection.execute(
-                text(
-                    'SELECT pg_terminate_backend(pid) FROM pg_stat_activity '
-                    "WHERE query LIKE '%pg_notify%' AND datname = current_database() "
-                    'AND pid <> pg_backend_pid()'
-                )
-            )
-        await eventually(lambda: tail_of(lab.c).statistics().wakeups.get('listen', 0) == 2)
+        await eventually(lambda: wakeups(lab.c, 'listen') == 1)
+        await terminate_backends(on_postgresql, "query LIKE '%pg_notify%'")
+        await eventually(lambda: wakeups(lab.c, 'listen') == 2)
         await lab.b.turn('work done', task)
         assert await watch.until(lambda w: w.ending, BACKSTOP)
         assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')
-        assert tail_of(lab.c).statistics().wakeups.get('notify')
+        assert wakeups(lab.c, 'notify')
 
 
 async def test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one_warning(
@@ -146,7 +141,7 @@ async def test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one
         monkeypatch.setattr(postgresql_wakeup, '_DEAF', 0.05)
         other = await lab.a.turn('ask')
         await lab.watch(other, [lab.a])
-        await eventually(lambda: tail_of(lab.a).statistics().wakeups.get('listen'))
+        await eventually(lambda: wakeups(lab.a, 'listen'))
         assert trials == 4
         assert caplog.text.count('did not come back') == 3
 
@@ -159,10 +154,6 @@ def test_notifications_are_joined_below_the_limit() -> None:
     assert len(payloads) == 5
 
 
-def heard_itself(replica: Any) -> bool:
-    return bool(tail_of(replica).statistics().wakeups.get('listen'))
-
-
 async def test_a_hint_that_no_notification_can_carry_leaves_the_channel_alone(
     on_postgresql: str,
 ) -> None:
@@ -171,13 +162,13 @@ async def test_a_hint_that_no_notification_can_carry_leaves_the_channel_alone(
         (watch,) = await lab.watch(task, [lab.c])
         for replica in (lab.b, lab.c):
             tail_of(replica).wake('x', 'publish')
-            await eventually(partial(heard_itself, replica))
+            await eventually(partial(wakeups, replica, 'listen'))
         for odd in ('a\0b', '\ud800', 'a\nb', 'x' * 9000):
             tail_of(lab.b).wake(odd, 'cancel')
         await lab.b.turn('work done', task)
         assert await watch.until(lambda w: w.ending, BACKSTOP)
         assert watch.timeline[-2:] == ('COMPLETED', 'closed')
-        assert tail_of(lab.b).statistics().wakeups['listen'] == 1
+        assert wakeups(lab.b, 'listen') == 1
 
 
 async def test_hints_do_not_pile_up_while_none_can_be_sent(

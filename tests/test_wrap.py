@@ -16,11 +16,7 @@ import pytest
 
 from a2a.server.cluster import DatabaseTaskEventStream, VersionedDatabaseTaskStore
 from a2a.server.models import create_task_event_model
-from a2a.server.request_handlers import (
-    DefaultRequestHandler,
-    LegacyRequestHandler,
-    RequestHandler,
-)
+from a2a.server.request_handlers import DefaultRequestHandler, LegacyRequestHandler, RequestHandler
 from a2a.server.tasks import InMemoryTaskStore
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
@@ -37,27 +33,17 @@ from cluster_subscribe._testing import ScriptedAgent
 from cluster_subscribe._testing.messages import agent_card
 from cluster_subscribe.sdk import PRIVATE_ATTRIBUTES, PrivateAttribute
 from tests.meet import is_there
+from tests.support.replicas import stock_handler, stock_over
 
 
 def engine_of(url: str) -> AsyncEngine:
     return create_async_engine(url)
 
 
-def handler_of(
-    store: Any, stream: Any, kind: type[DefaultRequestHandler] = DefaultRequestHandler
-) -> DefaultRequestHandler:
-    return kind(
-        agent_executor=ScriptedAgent(),
-        task_store=store,
-        event_stream=stream,
-        agent_card=agent_card('http://127.0.0.1'),
-    )
-
-
 @pytest.fixture
 def stock(sqlite_url: str) -> DefaultRequestHandler:
     engine = engine_of(sqlite_url)
-    return handler_of(VersionedDatabaseTaskStore(engine), DatabaseTaskEventStream(engine))
+    return stock_over(engine)
 
 
 class Foreign(RequestHandler):
@@ -111,7 +97,7 @@ def test_a_handler_that_is_not_clustered_comes_back_with_one_line_that_says_why(
     engine = engine_of(sqlite_url)
     store = InMemoryTaskStore() if lacking != 'stream' else VersionedDatabaseTaskStore(engine)
     stream = DatabaseTaskEventStream(engine) if lacking == 'store' else None
-    handler = handler_of(store, stream)
+    handler = stock_handler(store, stream)
     caplog.clear()
     caplog.set_level(logging.INFO, 'cluster_subscribe')
     assert wrap(handler) is handler
@@ -158,7 +144,7 @@ def test_a_handler_with_rules_of_its_own_is_refused_with_the_way_out(
     """It was served from the log, and its access check passed over."""
     engine = engine_of(sqlite_url)
     store, stream = VersionedDatabaseTaskStore(engine), DatabaseTaskEventStream(engine)
-    own = handler_of(store, stream, Checking)
+    own = stock_handler(store, stream, kind=Checking)
     for handler, parts in (
         (own, {}),
         (with_a_method_of_its_own(stock), {}),
@@ -178,7 +164,7 @@ def test_a_handler_with_rules_of_its_own_is_refused_with_the_way_out(
 def test_rules_of_its_own_may_be_observed(sqlite_url: str) -> None:
     engine = engine_of(sqlite_url)
     store, stream = VersionedDatabaseTaskStore(engine), DatabaseTaskEventStream(engine)
-    own = handler_of(store, stream, Checking)
+    own = stock_handler(store, stream, kind=Checking)
     assert wrap(own, settings=Settings(mode='off')) is own
     observed: Any = wrap(own, settings=Settings(mode='observe'))
     assert isinstance(observed, ClusterSubscribeHandler)
@@ -223,7 +209,7 @@ def test_a_subclass_of_the_event_stream_stays(sqlite_url: str) -> None:
 
     engine = engine_of(sqlite_url)
     own = Own(engine)
-    handler = handler_of(VersionedDatabaseTaskStore(engine), own)
+    handler = stock_handler(VersionedDatabaseTaskStore(engine), own)
     wrap(handler)
     assert handler._event_stream is own
 
@@ -247,10 +233,7 @@ def test_a_subclass_of_the_event_stream_stays(sqlite_url: str) -> None:
 def test_a_store_and_a_stream_over_different_databases_get_one_warning(
     store_url: str, stream_url: str, differs: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handler = handler_of(
-        VersionedDatabaseTaskStore(engine_of(store_url)),
-        DatabaseTaskEventStream(engine_of(stream_url)),
-    )
+    handler = stock_over(engine_of(store_url), engine_of(stream_url))
     caplog.clear()
     wrap(handler)
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
@@ -264,7 +247,7 @@ def test_a_store_and_a_stream_over_different_event_tables_get_one_warning(
     engine = engine_of(sqlite_url)
     stream = DatabaseTaskEventStream(engine)
     stream._event_model = create_task_event_model('elsewhere', _base())
-    wrap(handler_of(VersionedDatabaseTaskStore(engine), stream))
+    wrap(stock_handler(VersionedDatabaseTaskStore(engine), stream))
     assert 'task_events' in caplog.text
     assert 'elsewhere' in caplog.text
 
@@ -317,7 +300,7 @@ def test_a_method_that_a_later_sdk_adds_is_delegated() -> None:
         from sqlalchemy.ext.asyncio import create_async_engine
         from cluster_subscribe import wrap
         from cluster_subscribe._testing import ScriptedAgent
-        from cluster_subscribe._testing.cluster import agent_card
+        from cluster_subscribe._testing.messages import agent_card
 
         engine = create_async_engine('sqlite+aiosqlite:///never-opened.db')
         stock = DefaultRequestHandler(

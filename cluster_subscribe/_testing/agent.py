@@ -1,7 +1,6 @@
 """An agent that does what its user's message says, word by word."""
 
 import asyncio
-import uuid
 
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -9,17 +8,9 @@ from typing import Final
 
 from a2a.server.agent_execution import AgentExecutor, RequestContext
 from a2a.server.events import Event, EventQueue
-from a2a.types import (
-    Artifact,
-    Message,
-    Part,
-    Role,
-    Task,
-    TaskArtifactUpdateEvent,
-    TaskState,
-    TaskStatus,
-    TaskStatusUpdateEvent,
-)
+from a2a.types import TaskState
+
+from cluster_subscribe._testing.messages import CHUNKS, artifact_update, new_task, status_update
 
 STATES: Final = {
     'work': TaskState.TASK_STATE_WORKING,
@@ -29,8 +20,6 @@ STATES: Final = {
     'fail': TaskState.TASK_STATE_FAILED,
     'reject': TaskState.TASK_STATE_REJECTED,
 }
-CHUNKS: Final = 'chunks'
-"""The id of the artifact that `chunk` words write."""
 
 
 class Gates:
@@ -102,23 +91,18 @@ class ScriptedAgent(AgentExecutor):
     async def _act(self, context: RequestContext) -> AsyncIterator[Event | str]:
         """Yields events to emit and the names of gates to wait at."""
         if context.current_task is None:
-            yield Task(
-                id=context.task_id,
-                context_id=context.context_id,
-                status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
-                history=[context.message] if context.message else [],
-            )
+            yield new_task(context)
         for word in context.get_user_input().split():
             name, _, value = word.partition('=')
             if name in STATES:
-                yield _status(context, STATES[name], value)
+                yield status_update(context, STATES[name], value)
             elif name == 'art':
-                yield _artifact(context, value, value)
+                yield artifact_update(context, value, value)
             elif name == 'chunk':
-                yield _artifact(context, CHUNKS, value, append=value != '0')
+                yield artifact_update(context, CHUNKS, value, append=value != '0')
             elif name == 'emit':
                 for number in range(int(value)):
-                    yield _artifact(context, CHUNKS, str(number))
+                    yield artifact_update(context, CHUNKS, str(number))
             elif name == 'wait':
                 yield value
             elif name == 'sleep':
@@ -135,24 +119,4 @@ class ScriptedAgent(AgentExecutor):
         # The SDK waits for ever for a producer that it cancels before its first step.
         await asyncio.sleep(0)
         if not self._silent_cancel:
-            await event_queue.enqueue_event(_status(context, TaskState.TASK_STATE_CANCELED))
-
-
-def _status(context: RequestContext, state: TaskState, text: str = '') -> TaskStatusUpdateEvent:
-    message = Message(role=Role.ROLE_AGENT, message_id=uuid.uuid4().hex, parts=[Part(text=text)])
-    status = TaskStatus(state=state, message=message if text else None)
-    status.timestamp.GetCurrentTime()
-    return TaskStatusUpdateEvent(
-        task_id=context.task_id, context_id=context.context_id, status=status
-    )
-
-
-def _artifact(
-    context: RequestContext, artifact_id: str, text: str, *, append: bool = False
-) -> TaskArtifactUpdateEvent:
-    return TaskArtifactUpdateEvent(
-        task_id=context.task_id,
-        context_id=context.context_id,
-        artifact=Artifact(artifact_id=artifact_id, parts=[Part(text=text)]),
-        append=append,
-    )
+            await event_queue.enqueue_event(status_update(context, TaskState.TASK_STATE_CANCELED))

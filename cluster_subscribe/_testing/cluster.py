@@ -16,7 +16,13 @@ from a2a.types import CancelTaskRequest, Message, SendMessageRequest, SubscribeT
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe._testing.agent import Gates, ScriptedAgent
-from cluster_subscribe._testing.messages import agent_card, caller, label, user_message
+from cluster_subscribe._testing.messages import (
+    agent_card,
+    caller,
+    label,
+    send_request,
+    user_message,
+)
 from cluster_subscribe._testing.parts import Parts
 from cluster_subscribe._testing.watching import Watch
 
@@ -110,7 +116,7 @@ class Replica:
 
     def send(self, script: str, task: Task | None = None, user: str = 'user') -> Watch:
         """Sends a message that begins a turn, and watches the message's own stream."""
-        request = SendMessageRequest(message=user_message(script, task))
+        request = send_request(script, task)
         return self._watch(self.door.on_message_send_stream(request, caller(user)), user)
 
     async def turn(self, script: str, task: Task | None = None) -> Task:

@@ -2,7 +2,10 @@
 
 import uuid
 
+from typing import Final
+
 from a2a.auth.user import User
+from a2a.server.agent_execution import RequestContext
 from a2a.server.context import ServerCallContext
 from a2a.server.events import Event
 from a2a.types import (
@@ -10,15 +13,20 @@ from a2a.types import (
     AgentCard,
     AgentInterface,
     AgentSkill,
+    Artifact,
     Message,
     Part,
     Role,
+    SendMessageRequest,
     Task,
     TaskArtifactUpdateEvent,
     TaskState,
+    TaskStatus,
+    TaskStatusUpdateEvent,
 )
 
-from cluster_subscribe._testing.agent import CHUNKS
+CHUNKS: Final = 'chunks'
+"""The id of the artifact that `chunk` words write."""
 
 
 def label(event: Event) -> str:
@@ -58,6 +66,45 @@ def user_message(text: str, task: Task | None = None) -> Message:
         task_id=task.id if task else '',
         context_id=task.context_id if task else '',
         parts=[Part(text=text)],
+    )
+
+
+def send_request(text: str, task: Task | None = None) -> SendMessageRequest:
+    """The request that sends such a message."""
+    return SendMessageRequest(message=user_message(text, task))
+
+
+def new_task(context: RequestContext) -> Task:
+    """The task that an agent makes of a first message."""
+    return Task(
+        id=context.task_id,
+        context_id=context.context_id,
+        status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
+        history=[context.message] if context.message else [],
+    )
+
+
+def status_update(
+    context: RequestContext, state: TaskState, text: str = ''
+) -> TaskStatusUpdateEvent:
+    """An agent's word on the state of its task, with a message if there is a text."""
+    message = Message(role=Role.ROLE_AGENT, message_id=uuid.uuid4().hex, parts=[Part(text=text)])
+    status = TaskStatus(state=state, message=message if text else None)
+    status.timestamp.GetCurrentTime()
+    return TaskStatusUpdateEvent(
+        task_id=context.task_id, context_id=context.context_id, status=status
+    )
+
+
+def artifact_update(
+    context: RequestContext, artifact_id: str, text: str, *, append: bool = False
+) -> TaskArtifactUpdateEvent:
+    """A part of an agent's answer."""
+    return TaskArtifactUpdateEvent(
+        task_id=context.task_id,
+        context_id=context.context_id,
+        artifact=Artifact(artifact_id=artifact_id, parts=[Part(text=text)]),
+        append=append,
     )
 
 

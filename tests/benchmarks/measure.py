@@ -15,26 +15,29 @@ from statistics import median
 from typing import Any, TypeVar
 
 from a2a.server.agent_execution import AgentExecutor, RequestContext
-from a2a.server.cluster import DatabaseTaskEventStream, VersionedDatabaseTaskStore
+from a2a.server.cluster import VersionedDatabaseTaskStore
 from a2a.server.events import EventQueue
-from a2a.server.request_handlers import DefaultRequestHandler, RequestHandler
+from a2a.server.request_handlers import RequestHandler
 from a2a.types import (
-    Artifact,
-    Part,
     SendMessageConfiguration,
     SendMessageRequest,
     SubscribeToTaskRequest,
     Task,
     TaskArtifactUpdateEvent,
     TaskState,
-    TaskStatus,
-    TaskStatusUpdateEvent,
 )
 from sqlalchemy import event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, wrap
-from cluster_subscribe._testing.messages import agent_card, caller, user_message
+from cluster_subscribe._testing.messages import (
+    artifact_update,
+    caller,
+    new_task,
+    status_update,
+    user_message,
+)
+from tests.support.replicas import stock_over
 
 T = TypeVar('T')
 CONTEXT = caller()
@@ -81,45 +84,21 @@ class Pace(AgentExecutor):
         """Runs one turn."""
         rate, count = map(float, context.get_user_input().split())
         if context.current_task is None:
-            await event_queue.enqueue_event(
-                Task(
-                    id=context.task_id,
-                    context_id=context.context_id,
-                    status=TaskStatus(state=TaskState.TASK_STATE_SUBMITTED),
-                    history=filter(None, [context.message]),
-                )
-            )
+            await event_queue.enqueue_event(new_task(context))
         else:
-            await self._announce(context, event_queue, TaskState.TASK_STATE_WORKING)
+            await event_queue.enqueue_event(status_update(context, TaskState.TASK_STATE_WORKING))
         began = time.perf_counter()
         for number in range(int(count)):
             await asyncio.sleep(max(0, began + (number + 1) / rate - time.perf_counter()))
             await event_queue.enqueue_event(
-                TaskArtifactUpdateEvent(
-                    task_id=context.task_id,
-                    context_id=context.context_id,
-                    artifact=Artifact(
-                        artifact_id='tick', parts=[Part(text=repr(time.perf_counter()))]
-                    ),
-                )
+                artifact_update(context, 'tick', repr(time.perf_counter()))
             )
         state = TaskState.TASK_STATE_COMPLETED if count else TaskState.TASK_STATE_INPUT_REQUIRED
-        await self._announce(context, event_queue, state)
-
-    async def _announce(
-        self, context: RequestContext, event_queue: EventQueue, state: TaskState
-    ) -> None:
-        await event_queue.enqueue_event(
-            TaskStatusUpdateEvent(
-                task_id=context.task_id,
-                context_id=context.context_id,
-                status=TaskStatus(state=state),
-            )
-        )
+        await event_queue.enqueue_event(status_update(context, state))
 
     async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
         """Announces CANCELED, as agents should."""
-        await self._announce(context, event_queue, TaskState.TASK_STATE_CANCELED)
+        await event_queue.enqueue_event(status_update(context, TaskState.TASK_STATE_CANCELED))
 
 
 class Server:
@@ -128,12 +107,7 @@ class Server:
     def __init__(self, url: str, *, ours: bool, **engine: Any) -> None:
         self.engine = create_async_engine(url, **engine)
         self.store = VersionedDatabaseTaskStore(self.engine)
-        self.stock = DefaultRequestHandler(
-            agent_executor=Pace(),
-            task_store=self.store,
-            event_stream=DatabaseTaskEventStream(self.engine),
-            agent_card=agent_card('http://127.0.0.1'),
-        )
+        self.stock = stock_over(self.engine, agent=Pace())
         self.handler: RequestHandler = wrap(self.stock, settings=Settings()) if ours else self.stock
 
     async def send(self, script: str, task: Task | None = None, *, wait: bool = False) -> Task:

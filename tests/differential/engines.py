@@ -13,17 +13,14 @@ from typing import Any
 
 from a2a.server.cluster import DatabaseTaskEventStream, StoredTask, VersionedDatabaseTaskStore
 from a2a.server.context import ServerCallContext
-from a2a.server.models import (
-    create_task_event_model,
-    create_task_model,
-    create_task_version_model,
-)
-from sqlalchemy import event, make_url, select, text
+from a2a.server.models import create_task_event_model, create_task_model, create_task_version_model
+from sqlalchemy import event, make_url, select
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import AsyncAdaptedQueuePool, StaticPool
 
 from cluster_subscribe._testing import Parts
 from cluster_subscribe._testing.messages import caller
+from tests.support.databases import execute
 
 
 def engine(**options: Any) -> Parts:
@@ -54,21 +51,13 @@ def connector(url: str) -> AsyncEngine:
 # Tables in places of their own
 
 
-async def _execute(url: str, *statements: str) -> None:
-    plain = create_async_engine(url, isolation_level='AUTOCOMMIT')
-    async with plain.connect() as connection:
-        for statement in statements:
-            await connection.execute(text(statement))
-    await plain.dispose()
-
-
 _TABLES = 'task_events', 'task_versions', 'tasks'
 
 
 @asynccontextmanager
 async def in_schema(url: str) -> AsyncIterator[str]:
     """A database with a schema `agents`, and none of the tables."""
-    await _execute(url, f'DROP TABLE {", ".join(_TABLES)}', 'CREATE SCHEMA agents')
+    await execute(url, f'DROP TABLE {", ".join(_TABLES)}', 'CREATE SCHEMA agents')
     yield url
 
 
@@ -76,7 +65,7 @@ async def in_schema(url: str) -> AsyncIterator[str]:
 async def beside_another_app(url: str) -> AsyncIterator[str]:
     """The same, with a table of another app's in `public` under the name of one of ours."""
     async with in_schema(url):
-        await _execute(url, 'CREATE TABLE public.task_events (id int primary key, note text)')
+        await execute(url, 'CREATE TABLE public.task_events (id int primary key, note text)')
         yield url
 
 
@@ -155,7 +144,7 @@ async def with_row_security(url: str) -> AsyncIterator[str]:
     """A database whose rows are their owner's alone, told by `app.owner`."""
     role = f'cluster_subscribe_{uuid.uuid4().hex}'
     own = "owner = current_setting('app.owner', true)"
-    await _execute(
+    await execute(
         url,
         f'CREATE ROLE {role}',
         f'GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}',
@@ -166,7 +155,7 @@ async def with_row_security(url: str) -> AsyncIterator[str]:
     try:
         yield f'{url}#{role}' if '#' not in url else url
     finally:
-        await _execute(url, f'DROP OWNED BY {role}', f'DROP ROLE {role}')
+        await execute(url, f'DROP OWNED BY {role}', f'DROP ROLE {role}')
 
 
 def _take_role(made: AsyncEngine, role: str) -> None:
@@ -180,11 +169,11 @@ def _take_role(made: AsyncEngine, role: str) -> None:
 async def with_a_reading_role(url: str) -> AsyncIterator[str]:
     """A database with a role that may read the event table alone."""
     role = f'cluster_subscribe_{uuid.uuid4().hex}'
-    await _execute(url, f'CREATE ROLE {role}', f'GRANT SELECT ON task_events TO {role}')
+    await execute(url, f'CREATE ROLE {role}', f'GRANT SELECT ON task_events TO {role}')
     try:
         yield f'{url}#{role}'
     finally:
-        await _execute(url, f'DROP OWNED BY {role}', f'DROP ROLE {role}')
+        await execute(url, f'DROP OWNED BY {role}', f'DROP ROLE {role}')
 
 
 def reading_role() -> Parts:

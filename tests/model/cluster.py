@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from a2a.server.cluster import (
@@ -24,12 +25,13 @@ from a2a.utils.errors import A2AError
 from sqlalchemy import Insert, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe import ClusterSubscribeHandler, Settings, SharedTailEventStream, wrap
+from cluster_subscribe import Settings, SharedTailEventStream, wrap
 from cluster_subscribe._testing import Cluster, Replica, Watch
 from cluster_subscribe._testing.cluster import Turn
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.settings import CloseOn, Evict, WakeupMode
 from tests.model.model import TERMINAL, Client, Life, Row, Seen
+from tests.support.replicas import decorated
 
 BACKSTOP, PARTS = 12.0, 4
 """Seconds after which something that should have happened counts as never happening."""
@@ -264,7 +266,7 @@ class Bench:
         )
         self.lab = Cluster(
             url,
-            decorate=lambda handler: wrap(handler, settings=settings),
+            decorate=partial(wrap, settings=settings),
             silent_cancel=config.silent_cancel,
         )
         self.replicas = self.lab.replicas
@@ -431,9 +433,7 @@ class Bench:
 
     async def sweep(self, at: int) -> None:
         """A sweep for what other replicas have superseded."""
-        handler = self.replicas[at].handler
-        assert isinstance(handler, ClusterSubscribeHandler)
-        await handler.sweep()
+        await decorated(self.replicas[at]).sweep()
 
     async def at_once(self, *steps: Awaitable[None]) -> None:
         """Several steps together."""
@@ -637,9 +637,7 @@ class Bench:
     def _count_open(self) -> None:
         reading = Counter(s.replica for s in self.streams if s.watch.ending is None)
         for replica in self.replicas:
-            handler = replica.handler
-            assert isinstance(handler, ClusterSubscribeHandler)
-            assert handler.statistics().open_subscriptions == reading[replica]
+            assert decorated(replica).statistics().open_subscriptions == reading[replica]
             # A stream whose client has only taken the snapshot is not read for yet.
             assert self.readings[replica].reader._open <= reading[replica]
 

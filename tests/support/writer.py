@@ -2,24 +2,15 @@
 
 import asyncio
 
-from collections.abc import Callable
-from typing import Any
-
 from a2a.server.cluster import TaskVersion, VersionedDatabaseTaskStore
 from a2a.types import Artifact, Part, Task, TaskArtifactUpdateEvent, TaskState, TaskStatus
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import Settings, wrap
-from cluster_subscribe._testing import Decorate, label
+from cluster_subscribe._testing import label
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log.subscriber import Subscriber
-
-BACKSTOP = 60
-
-
-def wrapping(**settings: Any) -> Decorate:
-    return lambda handler: wrap(handler, settings=Settings(**settings))
+from tests.support.waiting import BACKSTOP
 
 
 class Writer:
@@ -68,11 +59,3 @@ async def take(subscriber: Subscriber, count: int = 1) -> list[str]:
         versioned = await asyncio.wait_for(subscriber.next(), BACKSTOP)
         taken.append('look' if versioned is None else label(versioned.event))
     return taken
-
-
-async def eventually(happened: Callable[[], object]) -> None:
-    for _ in range(BACKSTOP * 100):
-        if happened():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError('It never happened')

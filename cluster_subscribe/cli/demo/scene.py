@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -10,16 +9,10 @@ from typing import Final
 import httpx
 
 from a2a.client import A2AClientError, Client, ClientConfig, create_client
-from a2a.types import (
-    GetTaskRequest,
-    Message,
-    Part,
-    Role,
-    SendMessageRequest,
-    SubscribeToTaskRequest,
-)
+from a2a.types import GetTaskRequest, SubscribeToTaskRequest, Task
 from a2a.utils.errors import A2AError, UnsupportedOperationError
 
+from cluster_subscribe._testing.messages import send_request
 from cluster_subscribe.cli.demo.timeline import (
     CLOSED,
     COMPLETED,
@@ -101,7 +94,7 @@ class _Scene:
     async def _first_turn(self, client: Client, context_id: str) -> str:
         self._tell('turn 1 runs on A')
         task_id = said = ''
-        async for response in client.send_message(_message('ask', context_id)):
+        async for response in client.send_message(send_request('ask', Task(context_id=context_id))):
             task_id = response.task.id or response.status_update.task_id
             said = told(0, response).text
         if said != 'INPUT_REQUIRED':
@@ -112,7 +105,9 @@ class _Scene:
         self._tell('turn 2 runs on B, three clients listen through A, B and C')
         script = f' sleep={_PAUSE} '.join(STEPS)
         self._sent = time.monotonic()
-        async for response in client.send_message(_message(script, context_id, task_id)):
+        async for response in client.send_message(
+            send_request(script, Task(id=task_id, context_id=context_id))
+        ):
             self._heard = time.monotonic()
             if told(0, response).text in STEPS.values() and not self._watchers:
                 self._watchers = [
@@ -149,15 +144,3 @@ def _came_late(timeline: Timeline, completed: float) -> bool:
     """Whether a subscription was refused, rightly, because the task had ended."""
     refused = timeline.ending and timeline.ending.text == UnsupportedOperationError.__name__
     return bool(refused) and timeline.rows[0].seconds > completed
-
-
-def _message(script: str, context_id: str, task_id: str = '') -> SendMessageRequest:
-    return SendMessageRequest(
-        message=Message(
-            role=Role.ROLE_USER,
-            message_id=uuid.uuid4().hex,
-            context_id=context_id,
-            task_id=task_id,
-            parts=[Part(text=script)],
-        )
-    )
