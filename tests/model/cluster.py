@@ -9,9 +9,8 @@ import asyncio
 import itertools
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -25,17 +24,16 @@ from a2a.utils.errors import A2AError
 from sqlalchemy import Insert, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe import Settings, SharedTailEventStream, wrap
-from cluster_subscribe._testing import Cluster, Replica, Watch
-from cluster_subscribe._testing.cluster import Turn
+from cluster_subscribe import Settings, wrap
+from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.messages import caller
-from cluster_subscribe.settings import CloseOn, Evict, WakeupMode
-from tests.model.model import TERMINAL, Client, Life, Row, Seen
+from cluster_subscribe.settings import CloseOn, WakeupMode
+from tests.model.clock import Clock
+from tests.model.model import TERMINAL, Client, Life, Row
+from tests.model.reading import POLL, Reading
+from tests.model.records import Brake, Config, Known, Play, Stream
 from tests.support.replicas import decorated
 
-BACKSTOP, PARTS = 12.0, 4
-"""Seconds after which something that should have happened counts as never happening."""
-POLL: Final = 0.5
 LOOKS: Final = 4
 """Looks of a reader within which a stream is right: two for a state, each with one to spare."""
 OWNER: Final = 'user'
@@ -46,204 +44,6 @@ def number_rows_from(last: int) -> None:
     """Gives the rows to come numbers above those that a database holds already."""
     global _seqs  # noqa: PLW0603 - clusters share a database, and so its numbers
     _seqs = itertools.count(last // 8 + 1)
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose time is moved on, and which says when something has come true."""
-
-    def __init__(self) -> None:
-        self._ahead = 0.0
-        self._hopes: dict[asyncio.Future[None], Callable[[], object]] = {}
-        super().__init__()
-
-    def time(self) -> float:
-        """The time, as far as anybody in this loop can tell."""
-        return super().time() + self._ahead
-
-    def move_on(self, seconds: float) -> None:
-        """Lets time pass at once."""
-        self._ahead += seconds
-
-    async def until(self, come_true: Callable[[], object], what: str) -> None:
-        """Waits until something is true while no callback waits for its turn."""
-        hope = self.create_future()
-        self._hopes[hope] = come_true
-        try:
-            # In parts: a process that was stopped for a while is late for one of them only.
-            for _ in range(PARTS):
-                if (await asyncio.wait({hope}, timeout=BACKSTOP / PARTS))[0]:
-                    return
-        finally:
-            del self._hopes[hope]
-        raise AssertionError(f'It never happened: {what}')
-
-    def _run_once(self) -> None:
-        super()._run_once()  # type: ignore[misc]
-        if not self._ready:  # type: ignore[attr-defined]
-            for hope, come_true in self._hopes.items():
-                if not hope.done() and come_true():
-                    hope.set_result(None)
-
-
-@dataclass(frozen=True)
-class Config:
-    """What distinguishes one random cluster from the next."""
-
-    close_on: CloseOn = CloseOn.INTERRUPTED
-    buffered: int = 256
-    wakeups: str = 'auto'
-    """`auto`, `poll`, or `none`: not even what the replica publishes itself."""
-    evict: Evict = Evict.SUPERSEDED
-    silent_cancel: bool = False
-    scattered: bool = False
-    """Whether `seq` is allocated in blocks, as by a sequence with a cache."""
-
-
-class _Brake(asyncio.Event):
-    """Stops a reading client, and knows whether it stands."""
-
-    stands = False
-
-    async def wait(self) -> Any:
-        self.stands = not self.is_set()
-        try:
-            return await super().wait()
-        finally:
-            self.stands = False
-
-
-@dataclass(eq=False)
-class Stream:
-    """One subscription: the client's side, and the model's."""
-
-    watch: Watch
-    replica: Replica
-    task: 'Known'
-    brake: _Brake
-    client: Client | None = None
-    """`None` until the snapshot has been compared."""
-
-    blind: bool = False
-    """Whether its task was deleted before it read on from the snapshot.
-
-    Nobody looked for it then, so it may take a second life for its own.
-    """
-
-    @property
-    def lost(self) -> bool:
-        """Whether it has read on, blind, in a second life of its task."""
-        read_on = len(self.watch.events) > 1 or not self.brake.stands
-        return self.blind and read_on and self.task.now.task is not None
-
-    @property
-    def seen(self) -> Seen:
-        return Seen(self.watch.events, self.watch.ending, self.brake.stands)
-
-
-@dataclass(eq=False)
-class Known:
-    """A task as the model knows it."""
-
-    task_id: str
-    context_id: str
-    past: list[Life] = field(default_factory=list)
-    now: Life = field(default_factory=lambda: Life(()))
-    chunked: bool = False
-    meddled: bool = False
-    """Whether it was saved behind the log's back."""
-    raced: bool = False
-    """Whether the SDK may have lost artifacts: a cancel overwrites what it has not read."""
-    ran: set[int] = field(default_factory=set)
-    """The replicas that a turn was begun at."""
-    saves: list[tuple[int, Task]] = field(default_factory=list)
-    """What was saved since the last comparison: versions and tasks."""
-
-    def life(self, number: int) -> Life:
-        return self.past[number] if number < len(self.past) else self.now
-
-    @property
-    def alive(self) -> bool:
-        return self.now.task is not None and self.now.task.status.state not in TERMINAL
-
-
-@dataclass(eq=False)
-class Play:
-    """One turn of the scripted agent, with a gate before each word."""
-
-    turn: Turn
-    replica: Replica
-    task: Known
-    gates: Sequence[str]
-    passed: int = 0
-    life: int = 0
-
-    @property
-    def over(self) -> bool:
-        return self.turn.reader.done()
-
-
-class Reading:
-    """Between a reader and its log: counts looks, and stops one in the middle."""
-
-    def __init__(self, replica: Replica, clock: Clock) -> None:
-        self._clock = clock
-        stream = replica.stock._event_stream
-        assert isinstance(stream, SharedTailEventStream)
-        self.stream = stream
-        self.reader = stream._reader
-        self.now = self.looked = 0
-        self.stop_at: str | None = None
-        self.stopped = self._busy = False
-        self._go = asyncio.Event()
-        self._round = self.reader._round
-        self.reader._round = self._counted  # type: ignore[method-assign]
-        for name in ('pages', 'stored'):
-            query = getattr(self.reader._log, name)
-            setattr(self.reader._log, name, self._stopping(name, query))
-
-    @property
-    def running(self) -> bool:
-        return self.reader.statistics().watched_tasks > 0
-
-    @property
-    def idle(self) -> bool:
-        """Whether the reader has nothing to read."""
-        return not (self._busy or self.reader._wake_event.is_set()) or not self.running
-
-    def waiting(self) -> int:
-        """How many streams have taken all that was read for them."""
-        return sum(
-            s._waiter is not None and not s._waiter.done() for s in self.reader._subscribers()
-        )
-
-    def go(self) -> None:
-        self.stop_at = None
-        self._go.set()
-
-    async def _counted(self, woken: dict[str, None], *, check: bool, timeout: float) -> None:
-        began = self.now
-        self._busy = True
-        try:
-            await self._round(woken, check=check, timeout=timeout)
-        finally:
-            self._busy = False
-        if check:
-            self.looked = began
-            if began < self.now:
-                # It had begun before the time that has passed meanwhile.
-                self._clock.call_soon(self._clock.move_on, POLL)
-
-    def _stopping(self, name: str, query: Callable[..., Awaitable[Any]]) -> Any:
-        async def ask(*arguments: Any) -> Any:
-            answer = await query(*arguments)
-            if self.stop_at == name and asyncio.current_task() is self.reader._task:
-                self.stopped = True
-                self._go.clear()
-                await self._go.wait()
-                self.stopped = False
-            return answer
-
-        return ask
 
 
 class Bench:
@@ -364,7 +164,7 @@ class Bench:
 
     async def subscribe(self, at: int, known: Known, *, slow: bool, user: str = OWNER) -> None:
         """A client that subscribes, and waits for the snapshot."""
-        replica, brake = self.replicas[at], _Brake()
+        replica, brake = self.replicas[at], Brake()
         watch = replica.subscribe(Task(id=known.task_id), user)
         watch._go = brake
         if not slow:

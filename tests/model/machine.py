@@ -11,19 +11,16 @@ from a2a.server.cluster import VersionedDatabaseTaskStore
 from a2a.types import TaskState
 from hypothesis import HealthCheck, Phase, Verbosity, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe.settings import CloseOn, Evict
 from tests.model import cluster
-from tests.model.cluster import Bench, Clock, Config, Known, Play, Stream
+from tests.model.clock import Clock
+from tests.model.cluster import Bench
 from tests.model.model import TERMINAL
+from tests.model.records import Config, Known, Play, Stream
 
 STEPS: Final = 14
 """Steps of one cluster."""
