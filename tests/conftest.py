@@ -204,7 +204,7 @@ async def database_url(request: pytest.FixtureRequest, fresh_database: Fresh) ->
 @pytest.fixture
 def wrapped() -> Decorate:
     """Wraps a handler with the settings' defaults."""
-    return partial(wrap, settings=Settings(reconcile_interval=3))
+    return partial(wrap, settings=Settings(reconcile_interval=1))
 
 
 @pytest.fixture

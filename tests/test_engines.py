@@ -94,7 +94,7 @@ async def test_a_shared_connection_keeps_every_event_of_an_agent(
     await VersionedDatabaseTaskStore(engine).initialize()
     stock = stock_over(engine, agent=agent)
     handler: Any = wrap(stock) if wrapped else stock
-    script = ' '.join(f'chunk={number}' for number in range(200))
+    script = ' '.join(f'chunk={number}' for number in range(60))
     sending = handler.on_message_send_stream(
         SendMessageRequest(message=user_message(f'work {script} done')), caller()
     )
@@ -108,13 +108,13 @@ async def test_a_shared_connection_keeps_every_event_of_an_agent(
     for one in (watch, sender):
         assert await one.until(lambda w: w.ending, LIMIT), one.timeline
         chunks = [told for told in one.told if told.startswith('chunk')]
-        assert chunks == [f'chunk {number}' for number in range(200)]
+        assert chunks == [f'chunk {number}' for number in range(60)]
         assert (one.told[-1], one.ending) == ('COMPLETED', 'closed')
     async with engine.connect() as connection:
         rows = await connection.execute(
             text('SELECT task_version FROM task_events ORDER BY task_version')
         )
-        assert rows.scalars().all() == list(range(1, 204))
+        assert rows.scalars().all() == list(range(1, 64))
     await handler.aclose()
     await engine.dispose()
 

@@ -31,7 +31,7 @@ from tests.support.memory import TERMINAL, Memory, MemoryStore, MemoryStream
 from tests.support.replicas import OwnStream, active_tasks, decorated, stock_handler, wrapping
 from tests.support.waiting import eventually
 
-SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '150'))
+SCHEDULES = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SCHEDULES', '60'))
 """Random schedules in one run of the test."""
 
 

@@ -40,7 +40,10 @@ from tests.support.waiting import BACKSTOP, eventually
 from tests.support.writer import Writer, take
 
 fuzz = settings(
-    database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -291,7 +294,7 @@ async def read_all(events: AsyncGenerator[Event, None], into: list[Event]) -> No
             into.append(event)  # noqa: PERF401 - read while it grows
 
 
-@settings(fuzz, max_examples=12)
+@settings(fuzz, max_examples=6)
 @given(st.lists(ROWS, min_size=1, max_size=4))
 async def test_no_row_hangs_a_stream_or_disturbs_another(
     lab: Cluster, writer: Writer, spoilings: list[list[Row]]

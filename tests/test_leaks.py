@@ -241,7 +241,7 @@ async def test_in_process_nothing_is_left(lab: Cluster, writer: Writer) -> None:
         figures = await leave_nothing(
             lambda: lab.c.handler.on_subscribe_to_task(REQUEST, caller()),
             Ledger(lab.c),
-            ASKED or 250,
+            ASKED or 125,
         )
     print(f'\nin process, {writer.engine.dialect.name}: {figures}')
 
@@ -328,5 +328,5 @@ async def test_over_a_wire_nothing_is_left(
 ) -> None:
     async with emitting(writer), serve(lab) as subscribe:
         # On Python 3.10 the HTTP client swallows a cancellation now and then.
-        figures = await leave_nothing(subscribe, Ledger(lab.c), ASKED // 5 or 100, timeout=1)
+        figures = await leave_nothing(subscribe, Ledger(lab.c), ASKED // 5 or 50, timeout=1)
     print(f'\n{serve.__name__}, {writer.engine.dialect.name}: {figures}')

@@ -5,7 +5,7 @@ import pytest
 from tests.model.machine import run, world
 from tests.model.mutants import MUTANTS, Mutant
 
-CLUSTERS = {'sqlite': 25, 'postgresql': 5, 'mysql': 5}
+CLUSTERS = {'sqlite': 12, 'postgresql': 3, 'mysql': 3}
 
 
 def test_every_stream_of_random_clusters_is_what_the_model_says(database_url: str) -> None:
