@@ -16,7 +16,7 @@ from sqlalchemy.pool import QueuePool
 
 from cluster_subscribe import sdk
 from cluster_subscribe.background import Background, SharedReads, in_time
-from cluster_subscribe.event_log.reader import is_final
+from cluster_subscribe.event_log.retry import is_final
 from cluster_subscribe.protocol_errors import is_library_error
 from cluster_subscribe.subscription.feed import OwnedTask
 from cluster_subscribe.task_ids import is_valid_task_id

@@ -67,6 +67,10 @@ def _mechanism(what: str, file: str, old: str, new: str, *tests: str) -> Mechani
 _LOG: Final = 'event_log/queries.py'
 _CONNECTION: Final = 'event_log/connection.py'
 _READER: Final = 'event_log/reader.py'
+_RECONCILE: Final = 'event_log/reconcile.py'
+_DECODING: Final = 'event_log/decoding.py'
+_RETRY: Final = 'event_log/retry.py'
+_RUNNER: Final = 'event_log/wakeup/runner.py'
 _SUBSCRIBER: Final = 'event_log/subscriber.py'
 _LISTEN: Final = 'event_log/wakeup/postgresql.py'
 _CARRIES_NOTHING: Final = (
@@ -116,7 +120,7 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'the pause between two attempts has a limit',
-        _READER,
+        _RETRY,
         'min(failures, 10)',
         'failures',
         'test_outages.py::test_an_outage_of_hours',
@@ -169,9 +173,9 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'a lost LISTEN connection is replaced',
-        _READER,
-        '            failures += 1\n            await self._closing',
-        '            return\n            await self._closing',
+        _RUNNER,
+        '            failures += 1\n            await self._stopping',
+        '            return\n            await self._stopping',
         'test_wakeups.py::test_a_lost_listen_connection_is_rebuilt',
         'test_outages.py::test_a_listen_connection_that_falls_silent_is_rebuilt',
         'test_delivery.py::test_the_stream_survives_its_connections',
@@ -187,14 +191,14 @@ MECHANISMS: Final = (
     _mechanism(
         'a NOTIFY that does not come back is no wakeup',
         _LISTEN,
-        'if not await heard.within(_TRIAL):',
+        'if not await arrived.within(_ANSWER_TIMEOUT):',
         'if False:',
         _CARRIES_NOTHING,
     ),
     _mechanism(
         'a trial of NOTIFY that failed is repeated, seldom',
         _LISTEN,
-        'await self._stop.within(_DEAF)',
+        'await self._stop.within(_RETRY_AFTER)',
         'True',
         _CARRIES_NOTHING,
     ),
@@ -208,7 +212,7 @@ MECHANISMS: Final = (
     _mechanism(
         'a look at the store that failed is made up for',
         _SUBSCRIBER,
-        'self.reconcile_overdue = True',
+        'self._retry_reconcile = True',
         'pass',
         'test_outages.py::test_a_stream_whose_look_failed_looks_again',
     ),
@@ -232,7 +236,7 @@ MECHANISMS: Final = (
     # Owners.
     _mechanism(
         'the reader suspects tasks that another owns',
-        _READER,
+        _RECONCILE,
         'subscriber.owner in (None, task.owner) and ',
         '',
         'test_owners.py::test_the_event_stream_gives_a_foreigner_no_event_and_no_other_answer',
@@ -261,7 +265,7 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'a row that is no event is passed over',
-        _READER,
+        _DECODING,
         'except (DecodeError, TypeError):',
         'except ZeroDivisionError:',
         'test_fuzz.py::test_spoilt_rows_cost_their_own_streams_a_look_and_no_other_stream_anything',
@@ -269,8 +273,8 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'a row that is no event is named once',
-        _READER,
-        'if self.once(row.cursor.seq):',
+        _DECODING,
+        'if self._once(row.cursor.seq):',
         'if True:',
         'test_fuzz.py::test_a_row_that_is_no_event_is_named_once_however_often_it_is_read',
     ),

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import background
 from cluster_subscribe.event_log.queries import EventLog
-from cluster_subscribe.event_log.reader import is_final
+from cluster_subscribe.event_log.retry import is_final
 from tests.support.proxy import proxy
 
 on_a_wire = pytest.mark.parametrize('database_url', ['postgresql', 'mysql'], indirect=True)

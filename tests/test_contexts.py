@@ -24,7 +24,7 @@ from cluster_subscribe import EventStreamEndedError, SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Decorate, label
 from cluster_subscribe._testing.cluster import Replica, cluster
 from cluster_subscribe._testing.messages import caller
-from cluster_subscribe.event_log import reader as event_log_reader
+from cluster_subscribe.event_log import retry
 from cluster_subscribe.event_log.queries import EventLog
 from tests.support.replicas import wrapping
 from tests.support.waiting import BACKSTOP, eventually
@@ -259,7 +259,7 @@ async def test_another_loop_beside_a_running_one_is_told_so_at_once(sqlite_url: 
 async def test_a_mistake_in_a_driver_is_tried_again_some_times(
     often: int, writer: Writer, tail: SharedTailEventStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log_reader, '_LONGEST_PAUSE', 0.01)
+    monkeypatch.setattr(retry, 'MAX_PAUSE', 0.01)
     subscriber = tail.open('task', await writer.begin(), 'user')
     await eventually(lambda: tail.statistics().rounds > 1)
     stored, left = EventLog.stored, often

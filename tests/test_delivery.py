@@ -256,7 +256,7 @@ async def test_a_slow_stream_of_large_events_holds_few_of_them(
     for name in names:
         await writer.say(name)
     subscriber = tail.open('task', version, 'user')
-    await eventually(lambda: subscriber.behind)
+    await eventually(lambda: subscriber.log_has_more)
     assert len(subscriber._buffer) <= 3
     assert [f'art {name}' for name in names] == await take(subscriber, len(names))
     subscriber.close()

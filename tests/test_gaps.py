@@ -137,7 +137,7 @@ async def test_what_is_seen_during_a_look_is_looked_at_once_more(restarts: bool)
     subscriber.suspend(None)
     await subscriber.compare(TaskVersion(2), 'user')
     if restarts:
-        subscriber.go_on_behind(2)
+        subscriber.continue_after(2)
     assert subscriber.suspended
     assert not reader.isolated
     # The same once more says nothing new, and a slow look would never be the last.
@@ -155,7 +155,7 @@ async def test_a_slow_stream_reads_on_before_it_acts_on_an_old_doubt(writer: Wri
     )
     subscriber = tail.open('task', await writer.begin(), 'user')
     await writer.say('a')
-    await eventually(lambda: subscriber.behind)
+    await eventually(lambda: subscriber.log_has_more)
     subscriber.request_reconcile()
     await writer.say('b')
     assert await take(subscriber, 2) == ['art a', 'art b']

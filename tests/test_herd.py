@@ -13,7 +13,7 @@ from sqlalchemy import event as sqlalchemy_event
 
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe.event_log import subscriber as event_log_subscriber
+from cluster_subscribe.event_log import buffer as event_log_buffer
 from tests.support.replicas import wrapping
 from tests.support.waiting import BACKSTOP, eventually
 from tests.support.writer import Writer, take
@@ -73,11 +73,11 @@ async def test_a_snapshot_in_mid_stream_is_read_once_for_all(writer: Writer) -> 
 async def test_a_slow_reader_costs_so_many_bytes(
     writer: Writer, tail: SharedTailEventStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log_subscriber, '_MAX_BYTES', 1000)
+    monkeypatch.setattr(event_log_buffer, '_MAX_BYTES', 1000)
     subscriber = tail.open('task', await writer.begin(), 'user')
     said = [f'{number}'.ljust(400, '.') for number in range(8)]
     await writer.say(*said)
-    await eventually(lambda: subscriber.behind)
+    await eventually(lambda: subscriber.log_has_more)
     for text in said:
         assert sum(size for _, _, size in subscriber._buffer) < 1000 + 1000
         assert await take(subscriber) == [f'art {text}']
@@ -101,7 +101,7 @@ async def test_streams_that_cannot_look_say_so_once(
         monkeypatch.setattr(lab.b.store, 'get', read)
         tail: Any = lab.b.stock._event_stream
         await eventually(lambda: tail.statistics().open_subscriptions == 5)
-        for subscriber in list(tail._reader._subscribers()):
+        for subscriber in list(tail._reader._watched):
             subscriber.request_reconcile()
         rounds = tail.statistics().rounds
         await eventually(lambda: tail.statistics().rounds > rounds + 3)

@@ -29,7 +29,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from cluster_subscribe import Settings, SharedTailEventStream
 from cluster_subscribe._testing import Cluster, Watch, label
 from cluster_subscribe._testing.cluster import Replica, cluster
-from cluster_subscribe.event_log import reader as event_log_reader
+from cluster_subscribe.event_log import retry
 from cluster_subscribe.event_log.schema import Schema
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import WakeupMode
@@ -197,7 +197,7 @@ async def test_a_wire_that_is_cut_in_mid_answer_again_and_again(
     scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A driver that is cut off in the middle of its greeting may wait for the rest.
-    monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
+    monkeypatch.setattr(retry, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene() as play:
         for words in (1, 20, 200, 2000):
             play.wire.cut_after(words)
@@ -211,7 +211,7 @@ async def test_a_wire_that_is_cut_in_mid_answer_again_and_again(
 
 async def test_an_outage_of_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a round has failed, the next one is due as soon as after a few."""
-    monkeypatch.setattr(event_log_reader, '_LONGEST_PAUSE', 0.0)
+    monkeypatch.setattr(retry, 'MAX_PAUSE', 0.0)
     with socket.create_server(('127.0.0.1', 0)) as nobody:
         port = nobody.getsockname()[1]
     engine = create_async_engine(f'postgresql+asyncpg://nobody@127.0.0.1:{port}/nowhere')
@@ -246,7 +246,7 @@ async def test_a_wire_that_is_silent_for_good(
     ping: bool, scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing answers on the connections of before, and no reset says so."""
-    monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
+    monkeypatch.setattr(retry, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(pool_pre_ping=ping) as play:
         began = time.monotonic()
         play.wire.swallow()
@@ -263,7 +263,7 @@ async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.M
     async def no_advice(_schema: Schema) -> None: ...
 
     monkeypatch.setattr(Schema, 'advise', no_advice)
-    monkeypatch.setattr(event_log_reader, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
+    monkeypatch.setattr(retry, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(driver='psycopg') as play:
         began = time.monotonic()
         play.wire.swallow()
@@ -276,8 +276,8 @@ async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.M
 async def test_a_listen_connection_that_falls_silent_is_rebuilt(
     scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgresql_wakeup, '_LINGER', 0.2)
-    monkeypatch.setattr(postgresql_wakeup, '_TRIAL', 0.5)
+    monkeypatch.setattr(postgresql_wakeup, '_IDLE_AFTER', 0.2)
+    monkeypatch.setattr(postgresql_wakeup, '_ANSWER_TIMEOUT', 0.5)
     async with scene({'poll_interval': 1000}) as play:
         far = play.far.b, play.far.c
         await eventually(lambda: all(wakeups(replica, 'listen') for replica in far))
@@ -372,7 +372,7 @@ async def test_pgbouncer_in_transaction_mode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No LISTEN gets through, and two statements in a row may meet two backends."""
-    monkeypatch.setattr(postgresql_wakeup, '_TRIAL', 0.5)
+    monkeypatch.setattr(postgresql_wakeup, '_ANSWER_TIMEOUT', 0.5)
     options = {
         'connect_args': {
             'statement_cache_size': 0,

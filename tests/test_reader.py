@@ -56,14 +56,10 @@ async def test_a_stream_that_begins_before_its_task_gets_the_events_of_whoever_c
 class ClosingWakeup:
     """Takes its time to close its connection once it is not wanted."""
 
-    notifies = False
-
     def __init__(self) -> None:
         self.runs = 0
         self.closing, self.closed = asyncio.Event(), asyncio.Event()
         self.stopped = False
-
-    def notify(self, task_id: str) -> None: ...
 
     def stop(self) -> None:
         self.stopped = True
@@ -81,7 +77,7 @@ async def test_a_stream_that_joins_while_the_wakeup_closes_is_woken(
 ) -> None:
     """It was heard at the poll interval only, as long as it lasted."""
     wakeup: Any = ClosingWakeup()
-    tail._reader._wakeup = wakeup
+    tail._reader._wakeup.source = wakeup
     version = await writer.begin()
     tail.open('task', version, 'user').close()
     await asyncio.wait_for(wakeup.closing.wait(), BACKSTOP)
@@ -102,18 +98,18 @@ async def test_a_read_that_began_before_a_question_does_not_answer_it(
     async def during_a_round(log: EventLog, *how: Any) -> Any:
         found = await stored(log, *how)
         if not asked.is_set():
-            subscriber.confirming = True
+            subscriber.awaits_read = True
             tail._reader.schedule_read('task')
             rounds.append(tail.statistics().rounds)
             asked.set()
         return found
 
     def confirm() -> None:
-        subscriber.confirming = False
+        subscriber.awaits_read = False
         rounds.append(tail.statistics().rounds)
 
     monkeypatch.setattr(EventLog, 'stored', during_a_round)
-    monkeypatch.setattr(type(subscriber), 'confirm', lambda _: confirm())
+    monkeypatch.setattr(type(subscriber), 'confirm_read', lambda _: confirm())
     tail._reader._check_due = True
     tail.wake('task', 'publish')
     await eventually(lambda: len(rounds) == 2)

@@ -75,7 +75,7 @@ async def serving(
 
 
 def subscribers(handler: Any) -> list[Subscriber]:
-    return list(handler._event_stream._reader._subscribers())
+    return list(handler._event_stream._reader._watched)
 
 
 async def test_a_look_concludes_nothing_before_the_log_was_read_once_more(sqlite_url: str) -> None:

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from cluster_subscribe import SharedTailEventStream
 from cluster_subscribe._testing.cluster import cluster
-from cluster_subscribe.event_log import reader as event_log_reader
+from cluster_subscribe.event_log import retry
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.event_log.wakeup import sqlite as sqlite_wakeup
 from cluster_subscribe.event_log.wakeup.detached import detached
@@ -60,7 +60,6 @@ async def test_a_muted_wakeup_costs_only_latency(
 class Broken:
     """A wakeup whose connection cannot be had."""
 
-    notifies = False
     runs = 0
 
     async def run(self, *_: object) -> None:
@@ -70,8 +69,6 @@ class Broken:
 
     def stop(self) -> None: ...
 
-    def notify(self, task_id: str) -> None: ...
-
 
 async def test_wakeups_that_never_work_are_missed_with_one_warning(
     writer: Writer,
@@ -80,8 +77,8 @@ async def test_wakeups_that_never_work_are_missed_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """However long each attempt takes."""
-    monkeypatch.setattr(event_log_reader, '_LONGEST_PAUSE', 0.0)
-    tail._reader._wakeup = broken = Broken()
+    monkeypatch.setattr(retry, 'MAX_PAUSE', 0.0)
+    tail._reader._wakeup.source = broken = Broken()
     subscriber = tail.open('task', await writer.begin(), 'user')
     await eventually(lambda: broken.runs > 3)
     await writer.say('a')
@@ -119,16 +116,16 @@ async def test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one
         if trials > 3:
             await send(*how)
 
-    monkeypatch.setattr(postgresql_wakeup, '_TRIAL', 0.1)
+    monkeypatch.setattr(postgresql_wakeup, '_ANSWER_TIMEOUT', 0.1)
     monkeypatch.setattr(postgresql_wakeup.PostgresqlWakeup, '_send', swallow)
     async with cluster(on_postgresql, decorate=wrapping(**FAST)) as lab:
         task = await lab.b.turn('ask')
         await eventually(lambda: caplog.text.count('did not come back') == 1)
         (watch,) = await lab.watch(task, [lab.c])
         await eventually(lambda: caplog.text.count('did not come back') == 2)
-        waiting = tail_of(lab.c)._reader._wakeup_task
+        waiting = tail_of(lab.c)._reader._wakeup.task
         await lab.c.turn('work ret', task)
-        assert tail_of(lab.c)._reader._wakeup_task is waiting
+        assert tail_of(lab.c)._reader._wakeup.task is waiting
         await lab.b.turn('art=x done', task)
         assert await watch.until(lambda w: w.ending, BACKSTOP)
         assert watch.timeline == (
@@ -138,7 +135,7 @@ async def test_a_channel_that_carries_nothing_is_left_alone_for_a_while_with_one
         assert trials == 2
 
         # A busy database may lose one; the next trial is heard.
-        monkeypatch.setattr(postgresql_wakeup, '_DEAF', 0.05)
+        monkeypatch.setattr(postgresql_wakeup, '_RETRY_AFTER', 0.05)
         other = await lab.a.turn('ask')
         await lab.watch(other, [lab.a])
         await eventually(lambda: wakeups(lab.a, 'listen'))
@@ -174,7 +171,7 @@ async def test_a_hint_that_no_notification_can_carry_leaves_the_channel_alone(
 async def test_hints_do_not_pile_up_while_none_can_be_sent(
     on_postgresql: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(postgresql_wakeup, '_PENDING', 10)
+    monkeypatch.setattr(postgresql_wakeup, '_MAX_PENDING', 10)
     engine = create_async_engine(on_postgresql)
     wakeup = postgresql_wakeup.PostgresqlWakeup(engine, 'task_events')
     for number in range(100):

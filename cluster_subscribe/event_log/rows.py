@@ -44,6 +44,12 @@ class Row(NamedTuple):
     """The stored version in the same statement; `None` without a stored task."""
 
     @property
+    def size(self) -> int:
+        """Bytes of the event; 0 where SQLite's column holds a value of another type."""
+        data: object = self.data
+        return len(data) if isinstance(data, bytes) else 0
+
+    @property
     def is_of_earlier_incarnation(self) -> bool:
         """Whether the row is ahead of the store, which only a deletion of the task leads to."""
         return self.stored is None or self.cursor.version > self.stored

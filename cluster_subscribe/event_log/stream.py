@@ -18,12 +18,13 @@ from cluster_subscribe.engines import shared_connection
 from cluster_subscribe.errors import EventStreamEndedError, UnsupportedHandlerError
 from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.reader import Reader
+from cluster_subscribe.event_log.reconcile import read_stored
 from cluster_subscribe.event_log.rows import Cursor, Stored
 from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import wakeup_for
 from cluster_subscribe.settings import Settings, WakeupMode
 from cluster_subscribe.task_ids import is_valid_task_id
-from cluster_subscribe.telemetry import TailStatistics
+from cluster_subscribe.telemetry import TailStatistics, TailTelemetry
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class SharedTailEventStream(TaskEventStream):
     """A `TaskEventStream` over the SDK's own `task_events` and `task_versions` tables.
 
     One reader serves every subscription of the process; the tables stay the SDK's,
-    so replicas with the stock stream may run beside it. The engine stays yours. The
+    so replicas with the stock stream may run beside it. The caller owns the engine. The
     reader takes one pooled connection while it reads; waiting for wakeups takes one
     more, outside the pool, on PostgreSQL and SQLite.
 
@@ -68,7 +69,8 @@ class SharedTailEventStream(TaskEventStream):
             )
         settings = settings or Settings()
         self._background = Background()
-        log = EventLog(
+        self._telemetry = TailTelemetry()
+        self._log = log = EventLog(
             engine, table_name, version_table_name, tasks=task_table_name, create_table=create_table
         )
 
@@ -78,7 +80,7 @@ class SharedTailEventStream(TaskEventStream):
                 if settings.wakeup is WakeupMode.AUTO
                 else None
             )
-            return Reader(log, wakeup, self._background, settings)
+            return Reader(log, wakeup, self._background, settings, self._telemetry)
 
         self._new_reader = new_reader
         self._reader = new_reader()
@@ -90,8 +92,7 @@ class SharedTailEventStream(TaskEventStream):
             EventStreamEndedError: Another loop is served, which still runs.
         """
         if self._background.enter():
-            before, self._reader = self._reader, self._new_reader()
-            self._reader.telemetry = before.telemetry
+            self._reader = self._new_reader()
         return self._reader
 
     async def publish(self, task_id: str, event: VersionedEvent) -> None:
@@ -103,17 +104,17 @@ class SharedTailEventStream(TaskEventStream):
         self.wake(task_id, 'publish')
 
     def wake(self, task_id: str, source: str) -> None:
-        """Hints that a task has moved, to the streams here and on the other replicas."""
+        """Hints that a task has changed, to the streams here and on the other replicas."""
         running, served = asyncio.get_running_loop(), self._background.loop
         if served is None or served is running or not served.is_running():
-            # In the loop's next turn: the agent waits for this one.
+            # In the loop's next iteration, since the agent waits for `publish()`.
             running.call_soon(self._task_changed, task_id, source)
             return
         with suppress(RuntimeError):  # closed meanwhile
             served.call_soon_threadsafe(self._task_changed, task_id, source)
 
     def _task_changed(self, task_id: str, source: str) -> None:
-        # A loop that began meanwhile may have taken over.
+        # Another loop may be served by now.
         with suppress(EventStreamEndedError):
             self._reader_here().task_changed(task_id, source)
 
@@ -133,8 +134,8 @@ class SharedTailEventStream(TaskEventStream):
             after: The version of the snapshot that the stream begins with.
             owner: The task's owner; rows of another are never delivered.
             state: The task's state at that version, to be compared with the stored one.
-            strict: Whether the stream has a store to look at when the log has a gap.
-                Without one it passes over holes, as the SDK's own stream does.
+            strict: Whether the stream can read the store when the log has a gap. One that
+                cannot passes over gaps, as the SDK's own stream does.
 
         Raises:
             EventStreamEndedError: After `aclose()`, or on another event loop than the one
@@ -142,13 +143,12 @@ class SharedTailEventStream(TaskEventStream):
             TaskNotFoundError: No database can look for the id.
             TypeError: The version is not an integer.
         """
-        # One that it refuses would stop the reader for all streams.
+        # A query for an id that the database refuses would fail for all streams.
         if not is_valid_task_id(task_id):
             raise TaskNotFoundError
         cursor = Cursor.end_of(sdk.version_number(after))
         reader = self._reader_here()
-        subscriber = Subscriber(task_id, owner, cursor, reader, strict=strict)
-        subscriber.state = state
+        subscriber = Subscriber(task_id, owner, cursor, reader, state=state, strict=strict)
         reader.join(subscriber)
         return subscriber
 
@@ -159,7 +159,7 @@ class SharedTailEventStream(TaskEventStream):
 
         Args:
             task_id: The task.
-            after: The version to start behind.
+            after: The version to start after.
             owner: Rows of another owner are left out; whoever owns the stored task
                 when not given.
 
@@ -177,20 +177,20 @@ class SharedTailEventStream(TaskEventStream):
                 if versioned := await subscriber.next():
                     yield versioned
                 else:
-                    await self._look(subscriber)
+                    await self._reconcile(subscriber)
         finally:
             subscriber.close()
 
-    async def _look(self, subscriber: Subscriber) -> None:
-        """What a stream with a store does (rule 5), where only the tables can be looked at."""
+    async def _reconcile(self, subscriber: Subscriber) -> None:
+        """Compares a stream with `task_versions` (rule 5), as it has no store to read."""
         try:
             found = await self.stored([subscriber.task_id])
             stored = found.get(subscriber.task_id)
             if stored is not None and stored.owner == subscriber.owner:
-                behind = stored.version < subscriber.position
+                store_is_behind = stored.version < subscriber.position
                 await subscriber.compare(TaskVersion(stored.version), stored.owner)
-                if behind:
-                    subscriber.go_on_behind(stored.version)
+                if store_is_behind:
+                    subscriber.continue_after(stored.version)
                 return
         except A2AError:
             raise
@@ -202,8 +202,8 @@ class SharedTailEventStream(TaskEventStream):
 
     async def stored(self, task_ids: Collection[str]) -> dict[str, Stored]:
         """The stored owner and version of each task that is there, in one read."""
-        reader = self._reader_here()
-        return await self._background.run(reader.stored(task_ids), 'read versions')
+        self._reader_here()
+        return await self._background.run(read_stored(self._log, task_ids), 'read versions')
 
     async def destroy(self, task_id: str) -> None:
         """Does nothing: the log is kept, and streams end on their own."""

@@ -1,11 +1,9 @@
 """One stream's place in the log, and the few events it has not taken yet."""
 
-import asyncio
-
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from copy import deepcopy
-from typing import Final, Protocol
+from typing import Final
 
 from a2a.server.cluster import StoredTask, TaskVersion, VersionedEvent
 from a2a.server.events import Event
@@ -13,64 +11,39 @@ from a2a.types import Task, TaskState, TaskStatusUpdateEvent
 from a2a.utils.errors import TaskNotFoundError
 
 from cluster_subscribe import sdk
+from cluster_subscribe.event_log.buffer import EventBuffer
+from cluster_subscribe.event_log.log_reader import LogReader
 from cluster_subscribe.event_log.rows import Current, Cursor, Page, Row, Stored
 
 Decode = Callable[[Row], Event | None]
 """Gives the event of a row, `None` if it cannot be decoded."""
-_MAX_BYTES: Final = 1 << 20
-"""Bytes of events that a subscriber may hold, unless a single one is larger."""
-NEVER: Final = Stored(None, -1)
-"""Equal to nothing that a store holds."""
+_NOTHING: Final = Stored(None, -1)
+"""Stands for no observation, as `None` is one: that no task is stored."""
 
 
-class LogReader(Protocol):
-    """What a subscriber asks of the reader."""
+class Subscriber(EventBuffer):
+    """What the reader has for one stream, and how far it has read for it.
 
-    page_size: int
-    """How many events a subscriber may hold."""
-
-    def schedule_read(self, task_id: str) -> None:
-        """Has a task's log read in the next round."""
-
-    def leave(self, subscriber: 'Subscriber') -> None:
-        """Forgets a stream, at once."""
-
-    def isolate(self, subscriber: 'Subscriber', reason: str) -> None:
-        """Has a stream read by a reader of its own, with its own context variables."""
-
-    async def current(self, task_id: str) -> Current | None:
-        """The task's stored version and state, from a read that starts now or later."""
-
-    async def recreated(self, task_id: str, after: Cursor) -> bool:
-        """Whether the log proves that the task was recreated since a place in it."""
-
-
-class Subscriber:
-    """Fed by the reader, emptied by one stream; lives as long as the stream.
-
-    The reader alone moves the cursor, except that `restart()` sets it anew. What the reader
-    sees of the store makes the stream look at it, and concludes nothing.
+    The reader feeds it and the stream takes from it. Only `feed()`, `restart()` and
+    `continue_after()` move the cursor. Where the reader finds that the store differs, the
+    stream is made to read the stored task, as `next()` returns `None`.
     """
 
     __slots__ = (
-        '_buffer',
-        '_bytes',
-        '_confirmed',
         '_error',
-        '_limit',
+        '_observed',
         '_position',
+        '_read_confirmed',
+        '_reader',
         '_reconcile_requested',
+        '_refuted',
+        '_retry_reconcile',
         '_strict',
-        '_suspended_at',
-        '_waiter',
-        'behind',
-        'confirming',
+        'awaits_read',
         'cursor',
+        'log_has_more',
         'min_seq',
-        'not_confirmed',
         'owner',
-        'reader',
-        'reconcile_overdue',
         'state',
         'suspended',
         'task_id',
@@ -79,38 +52,43 @@ class Subscriber:
 
     versions_comparable = True
 
-    def __init__(
-        self, task_id: str, owner: str | None, cursor: Cursor, reader: LogReader, *, strict: bool
+    def __init__(  # noqa: PLR0913 - a stream's own, and its reader
+        self,
+        task_id: str,
+        owner: str | None,
+        cursor: Cursor,
+        reader: LogReader,
+        *,
+        state: TaskState | None = None,
+        strict: bool,
     ) -> None:
+        super().__init__(reader.page_size)
         self.task_id = task_id
         self.owner = owner
+        """Whose rows alone are taken; `None` where that is not known."""
         self.cursor = cursor
         self.min_seq = 0
-        self.state: TaskState | None = None
-        """The state last fed, where it is known."""
-        self.behind = False
+        """Rows up to this `seq` belong to an earlier incarnation of the task."""
+        self.state = state
+        """The state that was fed last, where it is known."""
+        self.log_has_more = False
         """Whether the log may hold more than the buffer had room for."""
-        self.reconcile_overdue = False
-        """Whether the stream wanted to look at the store and could not."""
         self.suspended = False
-        """Whether nothing may be fed until the stream has looked at the store."""
-        self.confirming = False
-        """Whether the stream waits for a read that begins now or later."""
-        self.not_confirmed: Stored | None = NEVER
-        """What the reader saw of the store and the stream's own look did not confirm."""
-        self.reader = reader
+        """Whether nothing may be fed until the stream has read the store."""
+        self.awaits_read = False
+        """Whether the stream waits for a read of the log that begins now or later."""
         self.variables = copy_context()
         """The context variables of whoever subscribes."""
-        self._limit = reader.page_size
+        self._reader = reader
         self._strict = strict
-        # A list, since an empty deque takes ten times its room and most streams are idle.
-        self._buffer: list[tuple[Event, Cursor, int]] = []
-        self._bytes = 0
+        """Whether the stream reads the store at a gap in the log; if not, it passes over it."""
         self._position = cursor
-        self._waiter: asyncio.Future[None] | None = None
-        self._reconcile_requested = self._confirmed = False
-        self._suspended_at: Stored | None = NEVER
         self._error: Exception | None = None
+        self._read_confirmed = self._reconcile_requested = self._retry_reconcile = False
+        self._observed: Stored | None = _NOTHING
+        """What the reader saw of the store when it suspended the stream."""
+        self._refuted: Stored | None = _NOTHING
+        """What the reader saw, and the stream did not find when it read the store."""
 
     @property
     def page(self) -> Page:
@@ -123,14 +101,12 @@ class Subscriber:
         return self._position.version
 
     @property
-    def waiting(self) -> bool:
-        """Whether the reader should read for this stream; a slow one asks by itself."""
-        return not (self._error or self.suspended or (self.behind and self._buffer))
+    def accepts_rows(self) -> bool:
+        """Whether the reader should read for this stream now.
 
-    @property
-    def drained(self) -> bool:
-        """Whether nothing is buffered."""
-        return not self._buffer
+        Not while a slow stream has events left: it asks when it has taken them.
+        """
+        return not (self._error or self.suspended or (self.log_has_more and self._buffer))
 
     @property
     def ended(self) -> bool:
@@ -138,16 +114,13 @@ class Subscriber:
         return False
 
     def feed(self, rows: Sequence[Row], decode: Decode, *, more: bool) -> None:
-        """Takes the rows behind the cursor, up to the first that cannot be right.
+        """Takes the rows after the cursor, up to the first that cannot be right.
 
-        Args:
-            rows: What the log holds behind the cursor, in order.
-            decode: Gives the event of a row.
-            more: Whether the log may hold more than these.
+        `more` says that the log may hold more than these.
         """
         for row in rows:
-            if len(self._buffer) >= self._limit or self._bytes >= _MAX_BYTES:
-                self.behind = True
+            if self._is_full:
+                self.log_has_more = True
                 break
             if self.owner is None and not self._strict:
                 # There was no task yet: whoever creates it owns it.
@@ -160,52 +133,80 @@ class Subscriber:
                 self.request_reconcile()
                 break
             if event is not None:
-                self._buffer.append((event, row.cursor, len(row.data)))
-                self._bytes += len(row.data)
+                self._put(event, row.cursor, len(row.data))
                 if isinstance(event, Task | TaskStatusUpdateEvent):
                     self.state = event.status.state
             self.cursor = row.cursor
         if self._buffer:
-            self.behind = self.behind or more
+            self.log_has_more = self.log_has_more or more
             self._wake()
         elif more and self._strict:
-            # Nothing in a whole page was for this stream: the store has to say, and has the log
-            # read again. Until the stream looks, the page would be the same.
+            # Nothing in a whole page was for this stream. It reads the store, then has the log
+            # read again; until then the page would be the same.
             self.request_reconcile()
         elif more and rows:
             self.cursor = rows[-1].cursor
-            self.reader.schedule_read(self.task_id)
+            self._reader.schedule_read(self.task_id)
+
+    def skip_up_to(self, min_seq: int) -> None:
+        """Leaves out the rows up to a `seq`, which an earlier incarnation has left.
+
+        Where they are left out already, and are not all, the stream has to read the store.
+        """
+        if min_seq > self.min_seq:
+            self.min_seq = min_seq
+        else:
+            self.request_reconcile()
+        self._reader.schedule_read(self.task_id)
+
+    def move_to(self, reader: LogReader) -> None:
+        """Has the stream fed by another reader."""
+        self._reader = reader
 
     def request_reconcile(self) -> None:
-        """Makes the stream look at the store once it has taken what is buffered."""
+        """Makes the stream read the store once it has taken what is buffered."""
         if self._strict or self.suspended:
             self._reconcile_requested = True
             self._wake()
 
-    def suspend(self, seen: Stored | None) -> None:
-        """Makes the stream look at the store before anything more is fed.
+    def suspend(self, observed: Stored | None) -> None:
+        """Makes the stream read the store before anything more is fed.
 
-        Args:
-            seen: What the reader saw: no task, another's, or a version that is behind the
-                stream. It may not see what the stream's own caller does, and there may be
-                another task under the id by the time a slow stream looks.
+        The reader has observed no task, another's, or a version that is lower than the stream's.
+        It may not see what the stream's own caller does, and there may be another task under the
+        id by the time a slow stream reads the store.
         """
-        if self.suspended and seen == self._suspended_at:
-            # The look that is under way, or was asked for, answers this too.
+        if self.suspended and observed == self._observed:
+            # Reading the store, which is under way or was requested, answers this too.
             return
-        self._suspended_at = seen
+        self._observed = observed
         self.suspended = self._reconcile_requested = True
         self._wake()
+
+    def has_refuted(self, observed: Stored | None) -> bool:
+        """Whether the reader saw this before, and the stream did not find it in the store."""
+        return self._refuted == observed
+
+    def forget_refuted(self) -> None:
+        """Lets the stream be suspended again for what it did not find in the store."""
+        self._refuted = _NOTHING
+
+    def reconcile_failed(self) -> None:
+        """Makes the stream read the store again when the database has been reached."""
+        self._retry_reconcile = True
+
+    def retry_reconcile(self, observed: Stored | None) -> None:
+        """Makes the stream read the store again if it failed to; the reader has seen `observed`."""
+        if self._retry_reconcile:
+            self._retry_reconcile = False
+            self.request_reconcile()
+            if self.suspended:
+                self.suspend(observed)
 
     async def compare(
         self, version: TaskVersion, owner: str | None, position: TaskVersion | None = None
     ) -> None:
-        """Takes what the stream's own look at the store has found.
-
-        Args:
-            version: The stored version.
-            owner: The owner of the task's rows, where it is known.
-            position: Where the stream stands, which is known here.
+        """Takes the stored version and owner, as the stream has read them, and resumes.
 
         Raises:
             TaskNotFoundError: The task was deleted and another is stored under its id.
@@ -215,57 +216,45 @@ class Subscriber:
         number = sdk.version_number(version)
         # By now the new incarnation of a deleted task may have a higher version than the stream,
         # and the reader may have seen it since it saw no task.
-        suspect = number > 0 and (
+        may_be_another = number > 0 and (
             self.suspended
             or number < self._position.version
             or (owner is not None and self.owner not in (None, owner))
         )
         if (
-            self._suspended_at is None
+            self._observed is None
             and number > 0
-            # What the reader saw after this look had begun is for the next.
+            # What the reader saw after the stream had begun to read is for the next time.
             and not self._reconcile_requested
-            and await self.reader.current(self.task_id) is None
+            and await self._reader.current(self.task_id) is None
         ):
-            self.reader.isolate(self, f'it does not see task {self.task_id}, which its owner does')
-        elif suspect and await self.reader.recreated(self.task_id, self._position):
+            self._reader.isolate(self, f'it does not see task {self.task_id}, which its owner does')
+        elif may_be_another and await self._reader.recreated(self.task_id, self._position):
             raise TaskNotFoundError(f'Task {self.task_id} was deleted')
         self.owner = owner if owner is not None else self.owner
-        if not self._reconcile_requested:
-            self._resume()
-
-    def _resume(self) -> None:
-        if self.suspended:
-            self.not_confirmed, self._suspended_at, self.suspended = (
-                self._suspended_at,
-                NEVER,
-                False,
-            )
-            self.reader.schedule_read(self.task_id)
+        if self.suspended and not self._reconcile_requested:
+            self._refuted, self._observed, self.suspended = self._observed, _NOTHING, False
+            self._reader.schedule_read(self.task_id)
 
     async def is_exhausted(self, stored: StoredTask) -> bool:
         """Whether the log holds nothing for this stream, read once more from now on."""
         del stored
-        self.confirming, self._confirmed = True, False
-        self.reader.schedule_read(self.task_id)
-        while not (self._buffer or self._error or self.suspended or self._confirmed):
+        self.awaits_read, self._read_confirmed = True, False
+        self._reader.schedule_read(self.task_id)
+        while not (self._buffer or self._error or self.suspended or self._read_confirmed):
             await self._wait()
-        self.confirming = False
+        self.awaits_read = False
         return not (self._buffer or self._error or self.suspended)
 
-    def confirm(self) -> None:
-        """Notes that a read which began after `is_exhausted()` has brought all that there was."""
-        self._confirmed = True
+    def confirm_read(self) -> None:
+        """Ends the wait of `is_exhausted()`: a read that began after it has brought everything."""
+        self._read_confirmed = True
         self._wake()
 
     async def current(self) -> Current | None:
-        """The stored version and state; `None` where only a look at the store can tell."""
-        current = await self.reader.current(self.task_id)
+        """The stored version and state; `None` where the stream has to read the store itself."""
+        current = await self._reader.current(self.task_id)
         return current if current and current.owner == self.owner else None
-
-    def reconcile_failed(self) -> None:
-        """Makes the stream look once more when the database has been reached."""
-        self.reconcile_overdue = True
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error once it has taken what is buffered."""
@@ -273,30 +262,28 @@ class Subscriber:
         self._wake()
 
     def restart(self, stored: StoredTask) -> None:
-        """Goes on behind a task that the stream got as a snapshot."""
-        self.go_on_behind(sdk.version_number(stored.version))
+        """Goes on after a task that the stream got as a snapshot."""
+        self.continue_after(sdk.version_number(stored.version))
         self.state = stored.task.status.state
 
-    def go_on_behind(self, version: int) -> None:
-        """Goes on behind a version, whatever was fed before."""
-        self._buffer.clear()
-        self._bytes = 0
+    def continue_after(self, version: int) -> None:
+        """Goes on after a version, and drops what is buffered."""
+        self._clear()
         self.cursor = self._position = Cursor.end_of(version)
-        # What the reader saw meanwhile is looked at, or it would never be fed again.
-        self.behind, self._reconcile_requested = False, self.suspended
-        self.reader.schedule_read(self.task_id)
+        # What the reader saw meanwhile still needs the store, or the stream would stay suspended.
+        self.log_has_more, self._reconcile_requested = False, self.suspended
+        self._reader.schedule_read(self.task_id)
 
     async def next(self) -> VersionedEvent | None:
-        """Takes the next event, or `None` if the store should be looked at."""
+        """Takes the next event, or `None` if the stream should read the store."""
         while not (self._buffer or self._error or self._reconcile_requested):
             await self._wait()
         if self._buffer:
-            event, self._position, size = self._buffer.pop(0)
-            self._bytes -= size
-            if self.behind and not self._buffer:
-                # What was doubted long ago may be in the log by now, and is judged anew.
-                self.behind, self._reconcile_requested = False, self.suspended
-                self.reader.schedule_read(self.task_id)
+            event, self._position = self._take()
+            if self.log_has_more and not self._buffer:
+                # An earlier request to read the store may be met by rows that are in the log now.
+                self.log_has_more, self._reconcile_requested = False, self.suspended
+                self._reader.schedule_read(self.task_id)
             # The event is shared by all streams of this replica.
             return VersionedEvent(
                 event=deepcopy(event), version=TaskVersion(self._position.version)
@@ -308,16 +295,4 @@ class Subscriber:
 
     def close(self) -> None:
         """Leaves the reader, at once."""
-        self.reader.leave(self)
-
-    async def _wait(self) -> None:
-        # A bare future, so that a cancellation is never swallowed (F8).
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._reader.leave(self)

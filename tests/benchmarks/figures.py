@@ -325,7 +325,7 @@ async def hints(url: str, runs: int) -> list[Figure]:
     async with servers(url, 2, ours=True) as (server, other), idle(server, 1, holder=other):
         tail = server.stock._event_stream
         assert isinstance(tail, SharedTailEventStream)
-        wakeup = tail._reader._wakeup
+        wakeup = tail._reader._wakeup.source
         assert isinstance(wakeup, SharedPostgresqlWakeup)
         channel = wakeup._join().wakeup._channel
         send = text('SELECT count(pg_notify(:channel, n::text)) FROM generate_series(1, :count) n')

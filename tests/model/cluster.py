@@ -439,7 +439,7 @@ class Bench:
         for replica in self.replicas:
             assert decorated(replica).statistics().open_subscriptions == reading[replica]
             # A stream whose client has only taken the snapshot is not read for yet.
-            assert self.readings[replica].reader._open <= reading[replica]
+            assert len(self.readings[replica].reader._watched) <= reading[replica]
 
     async def _at_gate(self, play: Play) -> None:
         if play.passed < len(play.gates):

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from cluster_subscribe import local_state as local_task
 from cluster_subscribe import local_tasks as eviction
-from cluster_subscribe.event_log import reader, statements, stream, subscriber
+from cluster_subscribe.event_log import reader, reconcile, statements, stream, subscriber
 from cluster_subscribe.subscription import follow as subscription
 from cluster_subscribe.subscription import rules
 from tests.mechanisms import replaced
@@ -124,7 +124,7 @@ _FEED: Final = """\
 _TAKE: Final = """\
             self._check_due = False
             self._wake_event.clear()
-            woken, self._dirty_tasks = self._dirty_tasks, {}
+            dirty, self._dirty_tasks = self._dirty_tasks, {}
 """
 _PAUSED: Final = """\
                     if current:
@@ -180,7 +180,7 @@ MUTANTS: Final = (
             reader,
             'Reader._read',
             _FEED,
-            _FEED.replace('planned[page]', 'list(self._watched.get(page.task_id, ()))').replace(
+            _FEED.replace('planned[page]', 'list(self._watched.of(page.task_id))').replace(
                 'subscriber.page == page',
                 'subscriber.page == page or not any(subscriber in p for p in planned.values())',
             ),
@@ -192,13 +192,13 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a wakeup in mid-round is dropped, and only the timer is left',
-        (reader, 'Reader._run', _TAKE, '            woken = self._dirty_tasks\n'),
+        (reader, 'Reader._run', _TAKE, '            dirty = self._dirty_tasks\n'),
         (
             reader,
             'Reader._run',
             '            if failures:\n',
             _TAKE.replace(
-                'woken, self._dirty_tasks = self._dirty_tasks, {}', 'self._dirty_tasks = {}'
+                'dirty, self._dirty_tasks = self._dirty_tasks, {}', 'self._dirty_tasks = {}'
             )
             + '            if failures:\n',
         ),
@@ -238,11 +238,11 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a state that was changed under its version goes unnoticed',
-        (reader, 'Reader._check_states', 'suspects.get(subscriber) == state', 'False'),
+        (reconcile, 'Reconciler.compare_states', 'before.get(subscriber) == state', 'False'),
     ),
     _mutant(
         'a deletion goes unnoticed',
-        (reader, 'Reader._check', 'elif cursor.version and', 'elif False and'),
+        (reconcile, 'Reconciler.compare_versions', 'elif cursor.version and', 'elif False and'),
     ),
     _mutant(
         'the rows of an earlier incarnation are delivered',
@@ -280,7 +280,7 @@ MUTANTS: Final = (
         (
             subscriber,
             'Subscriber.feed',
-            '            self.behind = True\n            break',
+            '            self.log_has_more = True\n            break',
             '            self.cursor = row.cursor\n            continue',
         ),
     ),
@@ -295,7 +295,7 @@ MUTANTS: Final = (
     ),
     _mutant(
         'a stream that has ended is still read for',
-        (subscriber, 'Subscriber.close', 'self.reader.leave(self)', 'pass'),
+        (subscriber, 'Subscriber.close', 'self._reader.leave(self)', 'pass'),
     ),
 )
 

@@ -42,19 +42,17 @@ class Reading:
 
     def waiting(self) -> int:
         """How many streams have taken all that was read for them."""
-        return sum(
-            s._waiter is not None and not s._waiter.done() for s in self.reader._subscribers()
-        )
+        return sum(s._waiter is not None and not s._waiter.done() for s in self.reader._watched)
 
     def go(self) -> None:
         self.stop_at = None
         self._go.set()
 
-    async def _counted(self, woken: dict[str, None], *, check: bool, timeout: float) -> None:
+    async def _counted(self, dirty: dict[str, None], *, check: bool, timeout: float) -> None:
         began = self.now
         self._busy = True
         try:
-            await self._round(woken, check=check, timeout=timeout)
+            await self._round(dirty, check=check, timeout=timeout)
         finally:
             self._busy = False
         if check:

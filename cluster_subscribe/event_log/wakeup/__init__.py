@@ -1,42 +1,21 @@
-"""What makes the reader look before its timer does.
+"""What makes the reader read before its timer does.
 
-A wakeup is a hint. It may be lost, late, doubled or false, and nothing but speed
-depends on it: the timer always runs as the net.
+A wakeup is a hint. It may be lost, late, doubled or false, and nothing but latency
+depends on it: the timer always runs as well.
 """
-
-from collections.abc import Callable
-from typing import Protocol
 
 from sqlalchemy import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.event_log.wakeup.detached import Wake
 from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
+from cluster_subscribe.event_log.wakeup.runner import WakeupRunner
 from cluster_subscribe.event_log.wakeup.shared import SharedPostgresqlWakeup
+from cluster_subscribe.event_log.wakeup.source import NotifyingSource, WakeCallback, WakeupSource
 from cluster_subscribe.event_log.wakeup.sqlite import SqliteWakeup
 
 
-class WakeupSource(Protocol):
-    """A source of wakeups that other processes feed."""
-
-    notifies: bool
-    """Whether the others learn of a commit from `notify()` only."""
-
-    async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
-        """Wakes until stopped, or until nobody has wanted it for a while.
-
-        Whatever it raises, it is run again after a pause.
-        """
-
-    def stop(self) -> None:
-        """Makes `run()` return soon, for good."""
-
-    def notify(self, task_id: str) -> None:
-        """Hints to the other replicas that a task moved. Never waits, never raises."""
-
-
 def wakeup_for(engine: AsyncEngine, events: Table) -> WakeupSource | None:
-    """The wakeup that an engine's database offers; `None` where there is only the timer."""
+    """The source that an engine's database offers; `None` where there is only the timer."""
     if engine.dialect.name == 'postgresql' and engine.dialect.driver == 'asyncpg':
         return SharedPostgresqlWakeup(engine, events.name)
     if engine.dialect.name == 'sqlite' and engine.url.database not in (None, '', ':memory:'):
@@ -45,10 +24,12 @@ def wakeup_for(engine: AsyncEngine, events: Table) -> WakeupSource | None:
 
 
 __all__ = [
+    'NotifyingSource',
     'PostgresqlWakeup',
     'SharedPostgresqlWakeup',
     'SqliteWakeup',
-    'Wake',
+    'WakeCallback',
+    'WakeupRunner',
     'WakeupSource',
     'wakeup_for',
 ]

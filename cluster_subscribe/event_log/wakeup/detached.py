@@ -1,6 +1,6 @@
-"""What every wakeup shares: how it wakes, and a connection that no pool counts."""
+"""A connection for wakeups, beside those of the pool."""
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -10,11 +10,8 @@ from sqlalchemy.util import greenlet_spawn
 
 from cluster_subscribe.background import in_time
 
-_PATIENCE: Final = 30.0
-"""Seconds for a connection."""
-
-Wake = Callable[[Iterable[str] | None, str], None]
-"""Takes the ids of tasks that moved, `None` for any, and the name of the source."""
+_CONNECT_TIMEOUT: Final = 30.0
+"""Seconds within which the connection must be open."""
 
 
 @asynccontextmanager
@@ -22,23 +19,23 @@ async def detached(engine: AsyncEngine) -> AsyncIterator[tuple[AsyncConnection, 
     """Opens a connection with all that the engine knows (TLS, passwords, `connect_args`).
 
     It is opened beside the pool, so that nobody who writes through the pool ever waits
-    for it, and closed at the end. Given with the driver's own connection beneath it.
+    for it, and closed at the end. Yields it with the driver's own connection.
     """
     if not hasattr(engine.dialect, 'default_isolation_level'):
-        # The first connection sets up the dialect, which those of one pool wait for.
+        # The first connection sets up the dialect, and other connections of its pool wait for that.
         async with engine.connect():
             pass
-    # The same creator, events and arguments, and none of the connections.
+    # A pool with the same creator, events and arguments, and no connections.
     pool = engine.sync_engine.pool.recreate()
 
     def connect() -> Connection:
         return Connection(engine.sync_engine, connection=pool.connect())
 
-    connection = AsyncConnection(engine, await in_time(greenlet_spawn(connect), _PATIENCE))
+    connection = AsyncConnection(engine, await in_time(greenlet_spawn(connect), _CONNECT_TIMEOUT))
     try:
         connection = await connection.execution_options(isolation_level='AUTOCOMMIT')
-        beneath = (await connection.get_raw_connection()).driver_connection
+        raw = (await connection.get_raw_connection()).driver_connection
         await connection.run_sync(lambda sync: sync.detach())
-        yield connection, beneath
+        yield connection, raw
     finally:
         await connection.close()

@@ -10,46 +10,45 @@ from typing import Any, Final
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import Signal, in_time
-from cluster_subscribe.event_log.wakeup.detached import Wake, detached
+from cluster_subscribe.event_log.wakeup.detached import detached
+from cluster_subscribe.event_log.wakeup.source import WakeCallback
 from cluster_subscribe.task_ids import is_valid_task_id
 
 logger = logging.getLogger(__name__)
 
-_PAYLOAD: Final = 7_900
+_MAX_PAYLOAD: Final = 7_900
 """Bytes in one notification; PostgreSQL takes fewer than 8,000."""
-_PENDING: Final = 1_000
-"""Hints kept while they cannot be sent; the timer finds what the others are for."""
-_LINGER: Final = 30.0
-"""Seconds for which an unused connection is kept, and a silent one is trusted."""
-_TRIAL: Final = 5.0
-"""Seconds within which a notification to oneself, and each answer, must arrive."""
-_DEAF: Final = 300.0
-"""Seconds until another trial where none arrived; a database may just have been busy."""
+_MAX_PENDING: Final = 1_000
+"""Task ids kept while they cannot be sent; what is beyond is left to the other replicas' timers."""
+_IDLE_AFTER: Final = 30.0
+"""Seconds after which an idle connection is closed if it is not wanted, and tested if it is."""
+_ANSWER_TIMEOUT: Final = 5.0
+"""Seconds within which the server must answer, and a notification to oneself must arrive."""
+_RETRY_AFTER: Final = 300.0
+"""Seconds until the next attempt where none arrived; the database may just have been busy."""
 
 
 class PostgresqlWakeup:
-    """Wakes by task id. Notifies are sent outside the agents' transactions, coalesced."""
-
-    notifies = True
+    """Listens for task ids, and notifies of many at once, outside the agents' transactions."""
 
     def __init__(self, engine: AsyncEngine, table: str) -> None:
         self._engine = engine
-        # Identifiers end at 63 bytes; two tables must not share a channel by cutting.
+        # PostgreSQL cuts identifiers at 63 bytes, and two tables must not share a channel.
         self._channel = f'cluster_subscribe_{sha256(table.encode()).hexdigest()[:16]}'
         self._pending: dict[str, None] = {}
         self._wake_event = Signal()
         self._stop = Signal()
-        self._deaf = False
-        """Whether the last trial did not come back."""
+        self._unreachable = False
+        """Whether the last notification to oneself did not arrive."""
 
     def notify(self, task_id: str) -> None:
-        """Hints to the other replicas that a task moved.
+        """Tells the other replicas that a task changed.
 
-        Leaves to the timer what no notification can carry, and what is too much.
+        Where no notification can carry the id, or too many wait, the others' timers find it.
         """
         if (
-            not (self._deaf or self._stop.is_set())
-            and len(self._pending) < _PENDING
+            not (self._unreachable or self._stop.is_set())
+            and len(self._pending) < _MAX_PENDING
             and is_valid_task_id(task_id)
             and '\n' not in task_id
         ):
@@ -61,54 +60,54 @@ class PostgresqlWakeup:
         self._stop.set()
         self._wake_event.set()
 
-    async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
-        """Listens and notifies until stopped, or unused for a while.
+    async def run(self, wake: WakeCallback, wanted: Callable[[], bool]) -> None:
+        """Listens and notifies until stopped, or not wanted for a while.
 
         Raises:
             ConnectionError: The connection is lost.
-            Exception: It cannot be had.
+            Exception: It cannot be opened.
         """
         while not await self._listen(wake, wanted):
-            if not self._deaf:
+            if not self._unreachable:
                 logger.warning(
                     'A NOTIFY to this connection did not come back; behind a pooler in transaction '
                     'mode none can, so other replicas are heard at the poll interval only'
                 )
-            self._deaf = True
+            self._unreachable = True
             self._pending.clear()
-            if await self._stop.within(_DEAF) or not wanted():
+            if await self._stop.within(_RETRY_AFTER) or not wanted():
                 return
 
-    async def _listen(self, wake: Wake, wanted: Callable[[], bool]) -> bool:
-        """As `run()`; `False` where a notification to oneself does not arrive."""
+    async def _listen(self, wake: WakeCallback, wanted: Callable[[], bool]) -> bool:
+        """As `run()`, once; `False` where a notification to oneself does not arrive."""
         async with detached(self._engine) as (_, raw):
-            heard = Signal()
-            trial = f'?{uuid.uuid4().hex}'
+            arrived = Signal()
+            probe = f'?{uuid.uuid4().hex}'
             own = raw.get_server_pid()
 
-            def hear(_connection: object, pid: int, _channel: str, payload: str) -> None:
-                if payload == trial:
-                    heard.set()
+            def receive(_connection: object, pid: int, _channel: str, payload: str) -> None:
+                if payload == probe:
+                    arrived.set()
                 elif pid != own:
                     wake(payload.split('\n'), 'notify')
 
             raw.add_termination_listener(lambda _connection: self._wake_event.set())
-            await _answered(raw, raw.add_listener(self._channel, hear))
-            await self._send(raw, trial)
-            if not await heard.within(_TRIAL):
+            await _answered(raw, raw.add_listener(self._channel, receive))
+            await self._send(raw, probe)
+            if not await arrived.within(_ANSWER_TIMEOUT):
                 return False
-            self._deaf = False
-            # Whatever happened before the channel was open is read now.
+            self._unreachable = False
+            # Whatever was committed before the channel was open is read now.
             wake(None, 'listen')
             await self._serve(raw, wanted)
         return True
 
     async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
         while not self._stop.is_set():
-            if not self._pending and not await self._wake_event.within(_LINGER):
+            if not self._pending and not await self._wake_event.within(_IDLE_AFTER):
                 if not wanted():
                     return
-                # A connection that died without a word would never be missed.
+                # On a half-open connection no notification would ever arrive, and no error either.
                 await _answered(raw, raw.execute('SELECT 1'))
             self._wake_event.clear()
             if raw.is_closed():
@@ -123,22 +122,22 @@ class PostgresqlWakeup:
 
 async def _answered(raw: Any, work: Awaitable[object]) -> None:
     try:
-        await in_time(work, _TRIAL)
+        await in_time(work, _ANSWER_TIMEOUT)
     except TimeoutError:
-        # A farewell would wait for an answer, too.
+        # Closing it in order would wait for an answer as well.
         raw.terminate()
         raise
 
 
 def _payloads(task_ids: Iterable[str]) -> Iterable[str]:
-    """Joins ids into payloads that PostgreSQL takes; one that is too long is left to the timer."""
+    """Joins ids into payloads that PostgreSQL takes, and leaves out an id that is too long."""
     part: list[str] = []
     size = 0
     for task_id in task_ids:
         length = len(task_id.encode()) + 1
-        if length > _PAYLOAD:
+        if length > _MAX_PAYLOAD:
             continue
-        if size + length > _PAYLOAD:
+        if size + length > _MAX_PAYLOAD:
             yield '\n'.join(part)
             part, size = [], 0
         part.append(task_id)

@@ -1,4 +1,4 @@
-"""One connection for the wakeups of all handlers that share an engine, a table and a loop."""
+"""One LISTEN connection for all handlers that share an engine, a table and an event loop."""
 
 import asyncio
 
@@ -9,73 +9,71 @@ from weakref import WeakValueDictionary
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from cluster_subscribe.background import Signal
-from cluster_subscribe.event_log.wakeup.detached import Wake
 from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
+from cluster_subscribe.event_log.wakeup.source import WakeCallback
 
-_CHECK: Final = 30.0
-"""Seconds after which one that waits for another's connection asks whether it is wanted."""
+_CHECK_WANTED_AFTER: Final = 30.0
+"""Seconds after which one that waits for another's connection checks whether it is wanted."""
 
 
 class SharedPostgresqlWakeup:
-    """The part of one handler in a `PostgresqlWakeup`: the first that runs has the connection."""
-
-    notifies = True
+    """One handler's share of a `PostgresqlWakeup`: the first that runs has the connection."""
 
     def __init__(self, engine: AsyncEngine, table: str) -> None:
         self._engine = engine
         self._table = table
-        self._hub: _Hub | None = None
-        self._turn = Signal()
+        self._connection: _SharedConnection | None = None
+        self._holder_changed = Signal()
         self.stopped = False
 
     def notify(self, task_id: str) -> None:
-        """Hints to the other replicas, and to the other handlers here, that a task moved."""
+        """Tells the other replicas, and the other handlers here, that a task changed."""
         self._join().notify(task_id, self)
 
     def stop(self) -> None:
         """Makes `run()` return soon, for good."""
         self.stopped = True
-        self._turn.set()
-        if self._hub is not None and self._hub.holder is self:
-            self._hub.wakeup.stop()
+        self._holder_changed.set()
+        if self._connection is not None and self._connection.holder is self:
+            self._connection.wakeup.stop()
 
-    def changed(self) -> None:
-        """Takes the word that nobody has the connection any more."""
-        self._turn.set()
+    def released(self) -> None:
+        """Takes note that nobody has the connection any more."""
+        self._holder_changed.set()
 
-    async def run(self, wake: Wake, wanted: Callable[[], bool]) -> None:
-        """Has the connection, or waits until whoever has it gives it up.
+    async def run(self, wake: WakeCallback, wanted: Callable[[], bool]) -> None:
+        """Has the connection, or waits until the one who has it releases it.
 
         Raises:
             Exception: As `PostgresqlWakeup.run()` does.
         """
-        hub = self._join()
-        hub.members[self] = wake, wanted
+        shared = self._join()
+        shared.members[self] = wake, wanted
         try:
-            while hub.holder is not None and not self.stopped:
-                self._turn.clear()
-                await self._turn.within(_CHECK)
+            while shared.holder is not None and not self.stopped:
+                self._holder_changed.clear()
+                await self._holder_changed.within(_CHECK_WANTED_AFTER)
                 if not wanted():
                     return
             if not self.stopped:
-                await hub.hold(self)
+                await shared.hold(self)
         finally:
-            del hub.members[self]
+            del shared.members[self]
 
-    def _join(self) -> '_Hub':
-        if self._hub is None:
+    def _join(self) -> '_SharedConnection':
+        if self._connection is None:
             key = asyncio.get_running_loop(), self._engine.sync_engine, self._table
-            self._hub = _hubs.get(key)
-            if self._hub is None:
-                self._hub = _hubs[key] = _Hub(self._engine, self._table)
-        return self._hub
+            self._connection = _connections.get(key)
+            if self._connection is None:
+                self._connection = _connections[key] = _SharedConnection(self._engine, self._table)
+        return self._connection
 
 
-class _Hub:
+class _SharedConnection:
     def __init__(self, engine: AsyncEngine, table: str) -> None:
-        self._of = engine, table
+        self._engine, self._table = engine, table
         self.wakeup = PostgresqlWakeup(engine, table)
-        self.members: dict[SharedPostgresqlWakeup, tuple[Wake, Callable[[], bool]]] = {}
+        self.members: dict[SharedPostgresqlWakeup, tuple[WakeCallback, Callable[[], bool]]] = {}
         self.holder: SharedPostgresqlWakeup | None = None
 
     async def hold(self, member: SharedPostgresqlWakeup) -> None:
@@ -85,12 +83,12 @@ class _Hub:
         finally:
             self.holder = None
             if member.stopped:
-                self.wakeup = PostgresqlWakeup(*self._of)
+                self.wakeup = PostgresqlWakeup(self._engine, self._table)
             for other in self.members:
-                other.changed()
+                other.released()
 
     def notify(self, task_id: str, sender: SharedPostgresqlWakeup) -> None:
-        # PostgreSQL gives it to this connection, too, which cannot tell its own from these.
+        # The connection ignores notifications of its own, so these members are woken here.
         for member, (wake, _) in list(self.members.items()):
             if member is not sender:
                 wake((task_id,), 'notify')
@@ -105,5 +103,5 @@ class _Hub:
         return any(wanted() for _, wanted in self.members.values())
 
 
-# While a handler uses it: its key is not weak.
-_hubs: WeakValueDictionary[tuple[Any, ...], _Hub] = WeakValueDictionary()
+# Weak values: an entry, and the engine in its key, are kept while a handler uses them.
+_connections: WeakValueDictionary[tuple[Any, ...], _SharedConnection] = WeakValueDictionary()
