@@ -1,8 +1,8 @@
-"""The one room for the private side of a2a-sdk.
+"""The private attributes of a2a-sdk that this package reads. No other module touches one.
 
-Every private attribute this package reads stands in `PRIVATE_ATTRIBUTES`, with
-the versions that have it. A function that meets a shape it does not know answers
-`None` and never guesses; its caller takes the safe path, which is the event log.
+Each stands in `PRIVATE_ATTRIBUTES`, with the versions that have it. A function that does not
+find what it looks for gives `None` and never guesses; its caller then relies on the event log
+alone. It is one file, however long, so that a new SDK can be compared with one file.
 """
 
 import logging
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from a2a.server.agent_execution import AgentExecutor
@@ -26,12 +25,11 @@ from a2a.server.cluster import (
 from a2a.server.context import ServerCallContext
 from a2a.server.events import EventQueue
 from a2a.server.request_handlers import LegacyRequestHandler, RequestHandler
-from sqlalchemy import Table, make_url, select
-from sqlalchemy.engine import URL
+from sqlalchemy import Table, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase, Session
 
-from cluster_subscribe.engines import has_hooks, names_database, qualified_name
+from cluster_subscribe.engines import describe_difference, has_hooks
 from cluster_subscribe.errors import UnsupportedHandlerError
 
 logger = logging.getLogger(__name__)
@@ -62,23 +60,23 @@ _VERSION: Final = 'a2a.server.cluster.version.TaskVersion'
 _TESTED: Final = '>=1.2.0,<1.4'
 
 PRIVATE_ATTRIBUTES: Final = (
-    PrivateAttribute(_HANDLER, '_versioned_store', _TESTED, 'the store that judges'),
-    PrivateAttribute(_HANDLER, '_event_stream', _TESTED, 'the event log that is followed'),
-    PrivateAttribute(_HANDLER, '_agent_card', _TESTED, 'does the agent stream at all'),
-    PrivateAttribute(_HANDLER, '_active_task_registry', _TESTED, 'the local ActiveTask'),
+    PrivateAttribute(_HANDLER, '_versioned_store', _TESTED, 'the stored tasks'),
+    PrivateAttribute(_HANDLER, '_event_stream', _TESTED, 'the event stream that is read'),
+    PrivateAttribute(_HANDLER, '_agent_card', _TESTED, 'whether the agent streams'),
+    PrivateAttribute(_HANDLER, '_active_task_registry', _TESTED, 'where the local ActiveTask is'),
     PrivateAttribute(_REGISTRY, '_active_tasks', _TESTED, 'the ActiveTasks of this replica'),
-    PrivateAttribute(_REGISTRY, '_lock', _TESTED, 'taking one of them out'),
+    PrivateAttribute(_REGISTRY, '_lock', _TESTED, 'removing one of them'),
     PrivateAttribute(_REGISTRY, '_event_stream', _TESTED, 'what new ActiveTasks publish to'),
     PrivateAttribute(_REGISTRY, '_agent_executor', _TESTED, 'the agent that new ActiveTasks run'),
     PrivateAttribute(_ACTIVE_TASK, '_agent_executor', _TESTED, 'the agent that it runs'),
-    PrivateAttribute(_ACTIVE_TASK, '_event_queue_agent', _TESTED, 'what its agent has said'),
-    PrivateAttribute(_ACTIVE_TASK, '_producer_task', _TESTED, 'does its agent still run'),
-    PrivateAttribute(_ACTIVE_TASK, '_consumer_task', _TESTED, 'are its events still handled'),
-    PrivateAttribute(_ACTIVE_TASK, '_task_manager', _TESTED, 'the version it last saw'),
-    PrivateAttribute(_ACTIVE_TASK, '_is_finished', _TESTED, 'has it ended'),
-    PrivateAttribute(_ACTIVE_TASK, '_request_lock', _TESTED, 'does it run a turn'),
-    PrivateAttribute(_ACTIVE_TASK, '_request_queue', _TESTED, 'does a turn wait in it'),
-    PrivateAttribute(_ACTIVE_TASK, '_reference_count', _TESTED, 'does somebody read from it'),
+    PrivateAttribute(_ACTIVE_TASK, '_event_queue_agent', _TESTED, 'the events of its agent'),
+    PrivateAttribute(_ACTIVE_TASK, '_producer_task', _TESTED, 'whether its agent still runs'),
+    PrivateAttribute(_ACTIVE_TASK, '_consumer_task', _TESTED, 'whether it handles its events'),
+    PrivateAttribute(_ACTIVE_TASK, '_task_manager', _TESTED, 'the version of its cached copy'),
+    PrivateAttribute(_ACTIVE_TASK, '_is_finished', _TESTED, 'whether it has finished'),
+    PrivateAttribute(_ACTIVE_TASK, '_request_lock', _TESTED, 'whether it runs a turn'),
+    PrivateAttribute(_ACTIVE_TASK, '_request_queue', _TESTED, 'whether a turn waits in it'),
+    PrivateAttribute(_ACTIVE_TASK, '_reference_count', _TESTED, 'whether somebody reads from it'),
     PrivateAttribute(_ACTIVE_TASK, '_on_cleanup', _TESTED, 'its removal from the registry'),
     PrivateAttribute(_QUEUE, '_incoming_queue', _TESTED, 'events that were not dispatched yet'),
     PrivateAttribute(_TASK_MANAGER, '_call_context', _TESTED, 'whose task it is'),
@@ -88,7 +86,7 @@ PRIVATE_ATTRIBUTES: Final = (
     PrivateAttribute(_STREAM, '_engine', _TESTED, 'its database'),
     PrivateAttribute(_STREAM, '_event_model', _TESTED, 'its event table'),
     PrivateAttribute(_STREAM, '_create_table', _TESTED, 'whether tables may be created'),
-    PrivateAttribute(_STREAM, '_poll_interval_s', _TESTED, 'how late its events may come'),
+    PrivateAttribute(_STREAM, '_poll_interval_s', _TESTED, 'how late its events may be'),
     PrivateAttribute(_VERSION, '_value', _TESTED, 'the integer behind a database version'),
 )
 
@@ -110,19 +108,19 @@ class LocalTask(NamedTuple):
     event_queue: EventQueue
     """What its agent writes to."""
     turn_running: bool
-    """Whether a turn runs in it or waits for its turn to run."""
+    """Whether a turn runs in it, or waits to run."""
     finished: bool
-    """Whether it will never run one again. Its last one may still run."""
+    """Whether it will never begin another turn. Its last one may still run."""
     ended: bool
     """Whether nothing of it runs any more."""
     closed: bool
-    """Whether its event queue takes no more."""
+    """Whether its event queue accepts no more events."""
     unhandled: bool
-    """Whether its event queue holds an event that was not stored and sent on yet."""
+    """Whether its event queue holds an event that was not stored and dispatched yet."""
     read: bool
     """Whether somebody reads from it."""
     is_unused: bool
-    """Whether nobody uses it: no turn, none waiting or half taken up, no event, no reader."""
+    """Whether nobody uses it: no turn runs, waits or is being taken up, no event, no reader."""
 
 
 def cluster_parts(handler: RequestHandler) -> ClusterParts:
@@ -153,11 +151,11 @@ def streaming(handler: RequestHandler) -> bool | None:
 def local_task(handler: RequestHandler, task_id: str) -> LocalTask | None:
     """What this replica's memory holds of a task; `None` if nothing, or not known.
 
-    An `ActiveTask` that has finished may still be in the registry; it runs nothing, so
-    it is never in flight.
+    An `ActiveTask` that has finished may still be in the registry. It counts as
+    running no turn.
     """
     active = _known(lambda: handler._active_task_registry._active_tasks.get(task_id))  # type: ignore[attr-defined]
-    return None if active is None else _known(lambda: _look_at(active))
+    return None if active is None else _known(lambda: _describe(active))
 
 
 def local_tasks(handler: RequestHandler) -> list[LocalTask]:
@@ -165,7 +163,7 @@ def local_tasks(handler: RequestHandler) -> list[LocalTask]:
     return (
         _known(
             lambda: [
-                _look_at(active)
+                _describe(active)
                 for active in handler._active_task_registry._active_tasks.copy().values()  # type: ignore[attr-defined]
             ]
         )
@@ -173,7 +171,7 @@ def local_tasks(handler: RequestHandler) -> list[LocalTask]:
     )
 
 
-def _look_at(active: ActiveTask) -> LocalTask:
+def _describe(active: ActiveTask) -> LocalTask:
     finished = active._is_finished.is_set()
     tasks = active._producer_task, active._consumer_task
     ended = finished and all(task is not None and task.done() for task in tasks)
@@ -205,7 +203,7 @@ def _unfinished(queue: Any) -> int:
 
 
 def agent_executor(handler: RequestHandler) -> AgentExecutor | None:
-    """The executor of the `ActiveTask`s that a handler will make; `None` if not known."""
+    """The executor that a handler's future `ActiveTask`s will run; `None` if not known."""
     if not hasattr(handler, '_active_task_registry'):
         return None
     return _known(lambda: handler._active_task_registry._agent_executor)
@@ -222,10 +220,10 @@ def call_context(active: ActiveTask) -> ServerCallContext | None:
 
 
 def unregister(handler: RequestHandler, active: ActiveTask) -> bool:
-    """Takes this very instance out of the registry; `False` where that cannot be done.
+    """Removes this instance, and no other, from the registry; `False` where that cannot be done.
 
-    It loses its cleanup with it: up to a2a-sdk 1.2.3 that removes by id, and would take
-    out a successor.
+    Its cleanup callback is removed as well: up to a2a-sdk 1.2.3 that removes by task id, and
+    would remove a later instance.
     """
     registry = _known(lambda: handler._active_task_registry)  # type: ignore[attr-defined]
     if registry is None or not hasattr(active, '_on_cleanup'):
@@ -258,8 +256,8 @@ def version_number(version: TaskVersion) -> int:
 def owner(store: VersionedTaskStore, context: ServerCallContext) -> str | None:
     """Whose rows a store finds for a call context; `None` where only the rows can tell.
 
-    Where a subclass finds tasks in a way of its own, they may be another's; and what a
-    resolver gives may be stored as something else (an integer as its digits).
+    A subclass with its own `get()` may find tasks of other owners. What an owner resolver
+    gives may be stored as something else (an integer as its digits).
     """
     if (
         not isinstance(store, VersionedDatabaseTaskStore)
@@ -275,7 +273,7 @@ def owner(store: VersionedTaskStore, context: ServerCallContext) -> str | None:
 def reads_with_hooks(store: VersionedDatabaseTaskStore) -> bool:
     """Whether what a store finds may depend on more than the owner.
 
-    Hooks may take a user or a tenant from a context variable.
+    The user's event listeners may take a user or a tenant from a context variable.
     """
     engine = _known(lambda: store._db.engine)
     session: Any = Session().dispatch
@@ -312,7 +310,7 @@ async def is_exact_match(
     async with db.async_session_maker() as session:
         return any(
             (found_id, found_owner) == (task_id, owner)
-            # One whom the database takes for the caller is not the caller.
+            # Equal to the caller's owner for the database only is another owner.
             and not (alike and isinstance(resolved, str) and found_owner != resolved)
             for found_id, found_owner, alike in await session.execute(found)
         )
@@ -333,28 +331,28 @@ def engines(store: VersionedTaskStore, stream: TaskEventStream) -> list[AsyncEng
     return [engine for engine in found if engine is not None]
 
 
-class Tables(NamedTuple):
+class LogTables(NamedTuple):
     """Where an event stream and its store keep the log."""
 
     engine: AsyncEngine
     events: Table
     versions: Table
     tasks: Table | None
-    """`None` where the store writes its task rows in a way of its own."""
+    """`None` where the store converts its task rows, so that states cannot be read from them."""
     create: bool
 
 
-def find_log_tables(store: VersionedTaskStore, stream: TaskEventStream) -> Tables | None:
+def find_log_tables(store: VersionedTaskStore, stream: TaskEventStream) -> LogTables | None:
     """The tables behind the SDK's own store and stream; `None` for any other pair.
 
-    A subclass of the stream is its user's own and not shareable.
+    A subclass of the stream may do more than the SDK's, so it is not replaced.
     """
     if type(stream) is not DatabaseTaskEventStream or not isinstance(
         store, VersionedDatabaseTaskStore
     ):
         return None
     return _known(
-        lambda: Tables(
+        lambda: LogTables(
             stream._engine,
             _table(stream._event_model),
             _table(store._version_model),
@@ -385,7 +383,7 @@ def poll_interval(stream: TaskEventStream) -> float:
 
 
 def describe_mismatch(store: VersionedTaskStore, stream: TaskEventStream) -> str | None:
-    """Says how store and stream look at different event logs; `None` if they do not.
+    """Says how store and stream use different event logs; `None` if they do not.
 
     Only the SDK's own database classes are compared. Credentials are never shown.
     """
@@ -401,61 +399,19 @@ def describe_mismatch(store: VersionedTaskStore, stream: TaskEventStream) -> str
     )
     if places is None:
         return None
-    (store_engine, store_table), (stream_engine, stream_table) = places
-    ours, theirs = _place(store_engine.url), _place(stream_engine.url)
-    if (
-        store_engine is not stream_engine
-        # What cannot be known is not different.
-        and names_database(store_engine)
-        and names_database(stream_engine)
-        and (ours != theirs or ours[-1] == ':memory:')
-    ):
-        return f'the store writes to {_shown(ours)}, the event stream reads {_shown(theirs)}'
-    written, read = (
-        qualified_name(store_engine, store_table),
-        qualified_name(stream_engine, stream_table),
-    )
-    if written != read:
-        return (
-            f'the store writes to table {_dotted(*written)}, '
-            f'the event stream reads {_dotted(*read)}'
-        )
-    return None
-
-
-def _place(url: URL) -> tuple[str, str, int | None, str]:
-    """The database a URL names, whatever driver, user and spelling it uses."""
-    url = make_url(url)
-    backend = 'mysql' if url.get_backend_name() == 'mariadb' else url.get_backend_name()
-    database = url.database or ':memory:'
-    if backend == 'sqlite':
-        if database != ':memory:' and not database.startswith('file:'):
-            database = str(Path(database).resolve())
-        return backend, '', None, database
-    host = str(url.host or url.query.get('host') or 'localhost')
-    port = url.port or {'postgresql': 5432, 'mysql': 3306}.get(backend)
-    return backend, 'localhost' if host in ('127.0.0.1', '::1') else host, port, database
-
-
-def _dotted(schema: str | None, name: str) -> str:
-    return f'{schema}.{name}' if schema else name
-
-
-def _shown(place: tuple[str, str, int | None, str]) -> str:
-    backend, host, port, database = place
-    return f'{backend} {database}' + (f' on {host}:{port}' if host else '')
+    return describe_difference(*places)
 
 
 def _known(read: Callable[[], T]) -> T | None:
     try:
         return read()
     except AttributeError as missing:
-        _say_missing(missing.name or str(missing))
+        _warn_of_missing(missing.name or str(missing))
         return None
 
 
 @cache
-def _say_missing(name: str) -> None:
+def _warn_of_missing(name: str) -> None:
     logger.warning(
         'This a2a-sdk has no %s where cluster-subscribe looks for it; '
         'streams are served from the event log without it',

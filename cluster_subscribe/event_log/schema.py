@@ -71,13 +71,13 @@ class Schema:
         self._prepared = True
 
     async def _is_there(self) -> bool:
-        def look(sync: Connection) -> bool:
+        def inspect_(sync: Connection) -> bool:
             return inspect(sync).has_table(
                 self.events.name, schema=sync.schema_for_object(self.events)
             )
 
         async with self._connect() as connection:
-            return await connection.run_sync(look)
+            return await connection.run_sync(inspect_)
 
     async def _create(self) -> None:
         async with self._engine.begin() as connection:
@@ -106,13 +106,13 @@ class Schema:
         """Whether an index begins with the columns that the log is read by."""
         wanted = [column.name for column in self.index.columns][:2]
 
-        def look(sync: Connection) -> bool:
+        def inspect_(sync: Connection) -> bool:
             indexes = inspect(sync).get_indexes(
                 self.events.name, schema=sync.schema_for_object(self.events)
             )
             return any(index['column_names'][:2] == wanted for index in indexes)
 
-        return await connection.run_sync(look)
+        return await connection.run_sync(inspect_)
 
     def _warn_of_missing_index(self) -> None:
         schema, name = qualified_name(self._engine, self.events)
@@ -156,7 +156,7 @@ def index_statement(index: Index, dialect: Dialect, schema: str | None) -> str:
     if dialect.name in ('mysql', 'mariadb'):
         return f'ALTER TABLE {table} ADD INDEX {name} ({columns}), ALGORITHM=INPLACE, LOCK=NONE'
     if schema is not None:
-        # SQLite looks for the table where the index is.
+        # In SQLite the schema stands before the index, and the table is in the same one.
         name = f'{quote(schema)}.{name}'
     return f'CREATE INDEX IF NOT EXISTS {name} ON {bare} ({columns})'
 

@@ -32,6 +32,8 @@ class WakeupRunner:
         wanted: Callable[[], bool],
     ) -> None:
         self.source = source
+        # Once, since checking a protocol costs more than a call.
+        self._notifying = source if isinstance(source, NotifyingSource) else None
         self.task: asyncio.Task[None] | None = None
         self._background = background
         self._table = table
@@ -48,8 +50,8 @@ class WakeupRunner:
 
     def notify(self, task_id: str) -> None:
         """Tells the other replicas that a task changed, where they would not see it otherwise."""
-        if isinstance(self.source, NotifyingSource) and not self._background.closed:
-            self.source.notify(task_id)
+        if self._notifying is not None and not self._background.closed:
+            self._notifying.notify(task_id)
             self.start()
 
     def _stop(self) -> None:
