@@ -13,7 +13,7 @@ from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.retry import is_final
 from tests.support.proxy import proxy
 
-on_a_wire = pytest.mark.parametrize('database_url', ['postgresql', 'mysql'], indirect=True)
+on_a_network = pytest.mark.parametrize('database_url', ['postgresql', 'mysql'], indirect=True)
 on_postgresql = pytest.mark.parametrize('database_url', ['postgresql'], indirect=True)
 
 
@@ -43,26 +43,26 @@ class CodedError(Exception):
         self.sqlstate = sqlstate
 
 
-@on_a_wire
-async def test_a_wire_that_falls_silent_at_the_end_of_a_round(
+@on_a_network
+async def test_a_connection_that_falls_silent_at_the_end_of_a_round(
     database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statement that ends a transaction cannot be cancelled: its wire is cut."""
-    async with proxy(database_url) as wire:
-        engine = create_async_engine(wire.url)
+    """The statement that ends a transaction cannot be cancelled: its connection is aborted."""
+    async with proxy(database_url) as relay:
+        engine = create_async_engine(relay.url)
         log = EventLog(engine, 'task_events', 'task_versions')
         for _ in range(2):
             try:
                 async with log.connect(0.2) as connection:
                     await connection.execute(text('SELECT 1'))
-                    wire.swallow()
+                    relay.swallow()
             except DBAPIError as error:
                 assert not is_final(error)  # noqa: PT017 - PostgreSQL has nothing to end
         await engine.dispose()
 
 
 async def stubborn(end: asyncio.Event) -> None:
-    """Cannot be cancelled, as a transaction that ends on a silent wire."""
+    """Cannot be cancelled, as a transaction that ends on a half-open connection."""
     while not end.is_set():
         try:
             await end.wait()
@@ -70,7 +70,9 @@ async def stubborn(end: asyncio.Event) -> None:
             pass
 
 
-async def test_nobody_waits_for_ever_for_a_silent_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_waits_for_ever_for_a_half_open_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(background, '_GRACE', 0.01)
     monkeypatch.setattr(background, '_PATIENCE', 0.01)
     tasks, end = background.Background(), asyncio.Event()

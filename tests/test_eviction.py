@@ -150,7 +150,7 @@ async def test_a_cancel_where_a_turn_runs_keeps_the_work_of_another(database_url
 
 @pytest.mark.cancels_queries
 @pytest.mark.parametrize('evict', ['superseded', 'off'])
-async def test_a_cancel_where_an_earlier_life_ran_keeps_the_new_one(
+async def test_a_cancel_where_an_earlier_incarnation_ran_keeps_the_new_one(
     database_url: str, evict: str
 ) -> None:
     """F9, for a task that was deleted and recreated: there the copy has the later version."""
@@ -365,7 +365,7 @@ class Schedule:
 
 
 async def test_no_message_is_refused_or_lost_in_any_schedule() -> None:
-    """The recipe that only looks at the SDK's own locks loses 1 to 3 of 400."""
+    """The recipe that reads only the SDK's own locks loses 1 to 3 of 400."""
     before = asyncio.all_tasks()
     evictions = void = 0
     for seed in range(SCHEDULES):

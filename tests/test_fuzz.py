@@ -125,7 +125,7 @@ def artifact(name: str) -> StreamResponse:
 WHOLE = artifact('x').SerializeToString()
 MESSAGE = StreamResponse(message=Message(role=Role.ROLE_AGENT, message_id='m')).SerializeToString()
 LOOK = 'Task(WORKING)'
-"""What a stream is given when it looks at the store."""
+"""What a stream is given when it reconciles."""
 
 
 class Row(NamedTuple):
@@ -161,7 +161,7 @@ SPOILT = {
     'a huge version': Spoilt([Row(2**62, WHOLE)], [LOOK]),
     'a huge version behind': Spoilt([Row(1, WHOLE), Row(2**62, WHOLE)], [LOOK]),
     'a huge version before': Spoilt([Row(2**62, WHOLE), Row(1, WHOLE)], ['art x']),
-    'a hole': Spoilt([Row(2, WHOLE)], [LOOK]),
+    'a gap': Spoilt([Row(2, WHOLE)], [LOOK]),
     'no owner': Spoilt([Row(1, WHOLE, None)], [LOOK]),
     'another owner': Spoilt([Row(1, WHOLE, 'User')], [LOOK]),
     'a message': Spoilt([Row(1, MESSAGE)], ['Message', 'closed']),
@@ -206,7 +206,7 @@ async def told(watches: list[Watch], right: tuple[str, ...]) -> None:
         assert watch.timeline == right
 
 
-async def test_spoilt_rows_cost_their_own_streams_a_look_and_no_other_stream_anything(
+async def test_spoilt_rows_make_their_own_streams_reconcile_and_no_other(
     lab: Cluster, writer: Writer, caplog: pytest.LogCaptureFixture
 ) -> None:
     kinds = SPOILT | (ANY_TYPE if lab.url.startswith('sqlite') else {})
@@ -243,7 +243,7 @@ async def test_a_row_that_is_no_event_is_named_once_however_often_it_is_read(
     await spoil(writer, 'task', spoilt.rows)
     for _ in range(3):
         subscriber = tail.open('task', version, 'user')
-        assert await take(subscriber, 2) == ['look', 'look']
+        assert await take(subscriber, 2) == ['reconcile', 'reconcile']
         subscriber.close()
     assert warnings(caplog, 'a row that is no event') == 1
 
@@ -332,7 +332,7 @@ async def test_no_row_hangs_a_stream_or_disturbs_another(
 async def test_an_event_that_mysql_has_no_room_for_fails_its_task_on_every_replica(
     writer: Writer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The SDK fails the task; the streams say so and end, where the stock tap shows the error."""
+    """The SDK fails the task; the streams say so and end. A local subscription shows the error."""
     if writer.engine.dialect.name != 'mysql':
         pytest.skip('only MySQL has 64 KiB for an event')
     small = artifact_update

@@ -17,13 +17,13 @@ from tests.support.waiting import BACKSTOP, eventually
 from tests.support.writer import Writer, take
 
 
-async def test_a_write_that_was_not_logged_makes_the_stream_look(
+async def test_a_write_that_was_not_logged_makes_the_stream_reconcile(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     version = await writer.begin()
     subscriber = tail.open('task', version, 'user')
     version = await writer.say('a', logged=False)
-    assert await take(subscriber) == ['look']
+    assert await take(subscriber) == ['reconcile']
     stored = await writer.store.get('task', caller())
     assert stored is not None
     assert stored.version == version
@@ -33,7 +33,7 @@ async def test_a_write_that_was_not_logged_makes_the_stream_look(
     subscriber.close()
 
 
-async def test_rows_behind_a_hole_wait_for_the_look(
+async def test_rows_behind_a_gap_wait_until_the_stream_has_reconciled(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     version = await writer.begin()
@@ -41,24 +41,24 @@ async def test_rows_behind_a_hole_wait_for_the_look(
     await writer.say('b', logged=False)
     await writer.say('c')
     subscriber = tail.open('task', version, 'user')
-    assert await take(subscriber, 2) == ['art a', 'look']
+    assert await take(subscriber, 2) == ['art a', 'reconcile']
     subscriber.close()
 
 
-async def test_a_log_pruned_behind_a_reader_makes_it_look(
+async def test_a_log_pruned_behind_a_stream_makes_it_reconcile(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     version = await writer.begin()
     await writer.say('a', 'b', 'c')
     await writer.execute('DELETE FROM task_events WHERE task_version < 4')
     subscriber = tail.open('task', version, 'user')
-    assert await take(subscriber) == ['look']
+    assert await take(subscriber) == ['reconcile']
     subscriber.close()
 
 
-async def look(writer: Writer, subscriber: Subscriber, user: str = 'user') -> None:
-    """Looks at the store as a stream does when it is made to."""
-    assert await take(subscriber) == ['look']
+async def reconcile(writer: Writer, subscriber: Subscriber, user: str = 'user') -> None:
+    """Reconciles as a stream does."""
+    assert await take(subscriber) == ['reconcile']
     stored = await writer.store.get('task', caller(user))
     if stored is None or not await sdk.is_exact_match(writer.store, 'task', caller(user), user):
         raise TaskNotFoundError
@@ -70,7 +70,7 @@ async def test_a_deleted_task_ends_its_stream(writer: Writer, tail: SharedTailEv
     subscriber = tail.open('task', await writer.say('a'), 'user')
     await writer.store.delete('task', caller())
     with pytest.raises(TaskNotFoundError):
-        await look(writer, subscriber)
+        await reconcile(writer, subscriber)
     subscriber.close()
 
 
@@ -98,7 +98,7 @@ async def test_a_slow_stream_of_a_deleted_task_does_not_take_the_next_for_its_ow
         assert subscriber.suspended
         assert await take(subscriber) == ['art a']
         with pytest.raises(TaskNotFoundError):
-            await look(writer, subscriber)
+            await reconcile(writer, subscriber)
     finally:
         subscriber.close()
         await tail.aclose()
@@ -128,27 +128,29 @@ class StillReader:
 
 
 @pytest.mark.parametrize('restarts', [False, True])
-async def test_what_is_seen_during_a_look_is_looked_at_once_more(restarts: bool) -> None:
-    """The look that has begun may have read the store before."""
+async def test_what_is_seen_while_a_stream_reconciles_makes_it_reconcile_once_more(
+    restarts: bool,
+) -> None:
+    """The read that has begun may have been answered before."""
     reader = StillReader()
     subscriber = Subscriber('task', 'user', Cursor.end_of(2), reader, strict=True)
     subscriber.suspend(Stored('user', 1))
-    assert await take(subscriber) == ['look']
+    assert await take(subscriber) == ['reconcile']
     subscriber.suspend(None)
     await subscriber.compare(TaskVersion(2), 'user')
     if restarts:
         subscriber.continue_after(2)
     assert subscriber.suspended
     assert not reader.isolated
-    # The same once more says nothing new, and a slow look would never be the last.
-    assert await take(subscriber) == ['look']
+    # The same once more says nothing new, and a slow read would never be the last.
+    assert await take(subscriber) == ['reconcile']
     subscriber.suspend(None)
     await subscriber.compare(TaskVersion(2), 'user')
     assert not subscriber.suspended
     assert reader.isolated
 
 
-async def test_a_slow_stream_reads_on_before_it_acts_on_an_old_doubt(writer: Writer) -> None:
+async def test_a_slow_stream_reads_on_before_it_reconciles(writer: Writer) -> None:
     engine = create_async_engine(writer.engine.url)
     tail = SharedTailEventStream(
         engine, settings=Settings(poll_interval=0.05, max_buffered_events=1)
@@ -164,7 +166,7 @@ async def test_a_slow_stream_reads_on_before_it_acts_on_an_old_doubt(writer: Wri
     await engine.dispose()
 
 
-async def test_a_second_life_is_seen_from_the_first(
+async def test_a_stream_of_the_first_incarnation_sees_the_second(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     await writer.begin()
@@ -172,11 +174,11 @@ async def test_a_second_life_is_seen_from_the_first(
     await writer.store.delete('task', caller())
     await writer.begin()
     with pytest.raises(TaskNotFoundError):
-        await look(writer, subscriber)
+        await reconcile(writer, subscriber)
     subscriber.close()
 
 
-async def test_an_earlier_life_that_the_new_one_has_overtaken_is_not_delivered(
+async def test_an_earlier_incarnation_that_the_new_one_has_overtaken_is_not_delivered(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     await writer.begin()
@@ -189,7 +191,7 @@ async def test_an_earlier_life_that_the_new_one_has_overtaken_is_not_delivered(
     subscriber.close()
 
 
-async def test_an_earlier_life_without_a_first_row_is_not_delivered(
+async def test_an_earlier_incarnation_without_a_first_row_is_not_delivered(
     writer: Writer, tail: SharedTailEventStream
 ) -> None:
     await writer.begin()
@@ -217,6 +219,6 @@ async def test_rows_of_another_owner_are_never_delivered(
     await writer.say('mine', user='Other')
     assert await take(owner) == ['art mine']
     with pytest.raises(TaskNotFoundError):
-        await look(writer, thief, 'other')
+        await reconcile(writer, thief, 'other')
     owner.close()
     thief.close()

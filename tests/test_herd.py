@@ -85,7 +85,7 @@ async def test_a_slow_reader_costs_so_many_bytes(
     subscriber.close()
 
 
-async def test_streams_that_cannot_look_say_so_once(
+async def test_streams_that_cannot_reconcile_say_so_once(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with cluster(sqlite_url, decorate=wrapping(poll_interval=0.05)) as lab:

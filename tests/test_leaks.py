@@ -42,7 +42,7 @@ from tests.support.waiting import BACKSTOP, eventually
 from tests.support.writer import Writer
 
 ASKED = int(os.environ.get('CLUSTER_SUBSCRIBE_TEST_SUBSCRIPTIONS', '0'))
-"""Subscriptions of a long run; over a wire a fifth of it."""
+"""Subscriptions of a long run; over HTTP and gRPC a fifth of it."""
 AT_ONCE = 25
 MOST_GROWTH = 4 * 2**20
 """Bytes of resident memory that a long run may add after its warm-up."""
@@ -321,7 +321,7 @@ async def over_grpc(lab: Cluster) -> AsyncIterator[Open]:
 @pytest.mark.timeout(max(60, ASKED / 5))
 @pytest.mark.parametrize('database_url', ['postgresql'], indirect=True)
 @pytest.mark.parametrize('serve', [over_sse, over_grpc])
-async def test_over_a_wire_nothing_is_left(
+async def test_nothing_is_left_of_remote_subscriptions(
     serve: Callable[[Cluster], AbstractAsyncContextManager[Open]],
     writer: Writer,
     lab: Cluster,

@@ -1,7 +1,7 @@
-"""Cut wires: whatever happens to the way to the database, streams are late and stay exact.
+"""Outages: whatever happens on the way to the database, streams are late and stay exact.
 
 An agent writes straight to the database while clients listen at its own replica and, through
-a wire that fails, at two others. Events come before, during and after the fault. At the end
+a proxy that fails, at two others. Events come before, during and after the fault. At the end
 each stream has to hold its snapshot and then the very rows of the log.
 """
 
@@ -41,11 +41,11 @@ from tests.support.waiting import BACKSTOP, eventually
 
 reconciling = partial(wrapping, reconcile_interval=3)
 ROUND_TIMEOUT = 1.5
-"""Seconds that a round gets here where its wire is silent; ten by default."""
+"""Seconds that a round gets here where its connection is half-open; ten by default."""
 PART = 10
 """Events before, during and after a fault."""
 
-on_a_wire = pytest.mark.parametrize('database_url', ['postgresql', 'mysql'], indirect=True)
+on_a_network = pytest.mark.parametrize('database_url', ['postgresql', 'mysql'], indirect=True)
 on_postgresql = pytest.mark.parametrize('database_url', ['postgresql'], indirect=True)
 
 
@@ -67,11 +67,11 @@ async def told(watch: Watch, number: int) -> None:
 
 @dataclass
 class Scene:
-    """Agents and clients on one side of the wire, clients on the other."""
+    """Agents and clients beside the database, clients behind a proxy."""
 
     near: Cluster
     far: Cluster
-    wire: Proxy
+    proxy: Proxy
     took: Callable[[float], None]
 
     async def begin(self) -> None:
@@ -83,7 +83,7 @@ class Scene:
         ]
         self.late = self.watches[1:]
 
-        # A reader that has not begun would be cut while it prepares.
+        # A reader that has not begun would lose its connection while it prepares.
         far = self.far.b, self.far.c
         await eventually(lambda: all(log_statistics(replica).rounds > 1 for replica in far))
 
@@ -151,7 +151,7 @@ Setting = Callable[..., Any]
 
 @pytest.fixture
 def scene(database_url: str, took: Callable[[float], None]) -> Setting:
-    """Makes a scene over a wire; `settings` are those of the far side."""
+    """Makes a scene behind a proxy; `settings` are those of the far side."""
 
     @asynccontextmanager
     async def make(
@@ -163,17 +163,17 @@ def scene(database_url: str, took: Callable[[float], None]) -> Setting:
             engine_options=engine,
         )
         async with (
-            proxy(database_url) as wire,
+            proxy(database_url) as relay,
             cluster(database_url, decorate=reconciling()) as near,
-            far_side(wire.url.replace('asyncpg', driver)) as far,
+            far_side(relay.url.replace('asyncpg', driver)) as far,
         ):
-            made = Scene(near, far, wire, took)
+            made = Scene(near, far, relay, took)
             await made.begin()
             try:
                 yield made
             finally:
                 # An engine says farewell on each connection, and waits for an answer.
-                wire.cut()
+                relay.reset()
 
     return make
 
@@ -181,29 +181,29 @@ def scene(database_url: str, took: Callable[[float], None]) -> Setting:
 # The network.
 
 
-@on_a_wire
-async def test_a_cut_wire(scene: Setting) -> None:
+@on_a_network
+async def test_reset_connections(scene: Setting) -> None:
     async with scene() as play:
-        play.wire.cut(down=True)
+        play.proxy.reset(down=True)
         await play.go_on()
         await eventually(lambda: reconnects(play.far.b) and reconnects(play.far.c))
-        play.wire.heal()
+        play.proxy.heal()
         await play.recovered(since=time.monotonic())
         await play.end()
 
 
-@on_a_wire
-async def test_a_wire_that_is_cut_in_mid_answer_again_and_again(
+@on_a_network
+async def test_connections_that_are_reset_in_mid_answer_again_and_again(
     scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A driver that is cut off in the middle of its greeting may wait for the rest.
+    # A driver whose connection is reset in the middle of its greeting may wait for the rest.
     monkeypatch.setattr(retry, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene() as play:
         for words in (1, 20, 200, 2000):
-            play.wire.cut_after(words)
+            play.proxy.reset_after(words)
             if words == 20:
                 await play.go_on()
-            await eventually(lambda: play.wire.has_cut)
+            await eventually(lambda: play.proxy.has_reset)
         await play.recovered(since=time.monotonic())
         assert play.failures
         await play.end()
@@ -226,13 +226,13 @@ async def test_an_outage_of_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     await engine.dispose()
 
 
-@on_a_wire
-async def test_a_stalled_and_slow_wire(scene: Setting) -> None:
+@on_a_network
+async def test_a_stalled_and_slow_network(scene: Setting) -> None:
     async with scene() as play:
-        play.wire.stall()
+        play.proxy.stall()
         await play.go_on()
-        play.wire.delay = 0.05
-        play.wire.heal()
+        play.proxy.delay = 0.05
+        play.proxy.heal()
         await play.recovered(since=time.monotonic())
         await play.end()
 
@@ -242,21 +242,23 @@ async def test_a_stalled_and_slow_wire(scene: Setting) -> None:
     [('postgresql', False), ('postgresql', True), ('mysql', False), ('mysql', True)],
     indirect=['database_url'],
 )
-async def test_a_wire_that_is_silent_for_good(
+async def test_half_open_connections(
     ping: bool, scene: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing answers on the connections of before, and no reset says so."""
     monkeypatch.setattr(retry, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(pool_pre_ping=ping) as play:
         began = time.monotonic()
-        play.wire.swallow()
+        play.proxy.swallow()
         await play.go_on()
         await play.recovered(since=began)
         await play.end()
 
 
 @on_postgresql
-async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_open_connections_under_psycopg(
+    scene: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its close() is a coroutine, and waits for the query under way."""
     pytest.importorskip('psycopg')
 
@@ -266,7 +268,7 @@ async def test_a_silent_wire_under_psycopg(scene: Setting, monkeypatch: pytest.M
     monkeypatch.setattr(retry, 'ROUND_TIMEOUT', ROUND_TIMEOUT)
     async with scene(driver='psycopg') as play:
         began = time.monotonic()
-        play.wire.swallow()
+        play.proxy.swallow()
         await play.go_on()
         await play.recovered(since=began)
         await play.end()
@@ -282,7 +284,7 @@ async def test_a_listen_connection_that_falls_silent_is_rebuilt(
         far = play.far.b, play.far.c
         await eventually(lambda: all(wakeups(replica, 'listen') for replica in far))
         began = time.monotonic()
-        play.wire.swallow(b'LISTEN')
+        play.proxy.swallow(b'LISTEN')
         await eventually(lambda: all(wakeups(replica, 'listen') > 1 for replica in far))
         await play.go_on()
         await play.recovered(since=began)
@@ -396,7 +398,7 @@ async def test_pgbouncer_in_transaction_mode(
             assert all(reconnects(replica) <= 1 for replica in lab.replicas)
 
 
-async def test_a_stream_whose_look_failed_looks_again(
+async def test_a_stream_that_failed_to_reconcile_tries_again(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At INPUT_REQUIRED the store says whether the stream may end; here it is away twice."""

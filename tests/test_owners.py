@@ -105,8 +105,8 @@ async def test_a_foreign_subscriber_is_told_what_an_unknown_id_is(
         await refused_everywhere(lab, task)
 
 
-async def test_a_task_made_anew_by_somebody_alike_is_not_the_subscribers(writer: Writer) -> None:
-    """The look at the store (rule 5) reads as strictly as the subscribe."""
+async def test_a_task_recreated_by_somebody_alike_is_not_the_subscribers(writer: Writer) -> None:
+    """The read of rule 5 is as strict as the subscribe."""
     url = writer.engine.url.render_as_string(hide_password=False)
     async with cluster(url, decorate=wrapping(poll_interval=0.05)) as lab:
         await writer.begin()
@@ -251,7 +251,7 @@ async def test_a_task_that_changes_hands_is_followed_on(
 async def test_a_shared_task_that_another_team_recreates_is_gone(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch, seen: int, looked: int
 ) -> None:
-    """However far the other team is when the reader sees it, and when the stream looks."""
+    """However far the other team is when the reader sees it, and when the stream reconciles."""
     writer = Writer(sqlite_url)
 
     async def delete() -> None:

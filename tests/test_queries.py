@@ -133,7 +133,7 @@ async def test_a_page_is_one_seek_in_the_index(database_url: str) -> None:
                 ' '.join(map(str, row))
                 for row in await connection.exec_driver_sql(explain + str(sql).replace('%%', '%'))
             )
-            # The rows, and on some databases also the first rows of the task's lives.
+            # The rows, and on some databases also the first rows of the task's incarnations.
             assert len(re.findall(index, plan)) >= pages, plan
             assert not re.search(scan, plan), plan
     await engine.dispose()

@@ -18,7 +18,7 @@ from tests.support.waiting import BACKSTOP, eventually
 from tests.support.writer import Writer, take
 
 
-async def test_a_stream_that_does_not_look_keeps_the_reader_at_rest(sqlite_url: str) -> None:
+async def test_a_stream_that_does_not_reconcile_keeps_the_reader_at_rest(sqlite_url: str) -> None:
     """A full page behind a gap was read again and again until the stream had looked."""
     writer, engine = Writer(sqlite_url), create_async_engine(sqlite_url)
     await writer.store.initialize()
@@ -33,7 +33,7 @@ async def test_a_stream_that_does_not_look_keeps_the_reader_at_rest(sqlite_url: 
         # A read of its own is as long as a round: it would have had time for ten.
         await tail.stored(['task'])
     assert tail.statistics().rounds <= 2
-    assert await take(subscriber) == ['look']
+    assert await take(subscriber) == ['reconcile']
     subscriber.close()
     await tail.aclose()
     for one in (writer.engine, engine):

@@ -78,8 +78,8 @@ def subscribers(handler: Any) -> list[Subscriber]:
     return list(handler._event_stream._reader._watched)
 
 
-async def test_a_look_concludes_nothing_before_the_log_was_read_once_more(sqlite_url: str) -> None:
-    """A stream that looks while events wait in the log gets the events, not a snapshot."""
+async def test_a_stream_reads_the_log_once_more_before_it_compares(sqlite_url: str) -> None:
+    """A stream that reconciles while events wait in the log gets the events, not a snapshot."""
     async with cluster(sqlite_url, decorate=wrapping(poll_interval=1000, wakeup='poll')) as lab:
         task = await lab.a.turn('ask')
         watch = await lab.c.watch(task)
@@ -112,7 +112,7 @@ async def test_a_row_that_is_removed_from_the_task_table_alone_ends_the_streams(
         await writer.engine.dispose()
 
 
-async def test_where_no_task_table_is_known_the_store_is_looked_at(writer: Writer) -> None:
+async def test_where_no_task_table_is_known_the_store_is_read(writer: Writer) -> None:
     url = writer.engine.url.render_as_string(hide_password=False)
     async with serving(url, by_hand=True) as handler:
         await writer.begin()

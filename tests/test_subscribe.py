@@ -143,7 +143,9 @@ class Spy:
 
 
 @pytest.mark.cancels_queries
-async def test_mode_stale_redirects_exactly_the_taps_that_are_not_live(sqlite_url: str) -> None:
+async def test_mode_stale_redirects_exactly_the_local_subscriptions_that_are_not_live(
+    sqlite_url: str,
+) -> None:
     async with cluster(sqlite_url, decorate=wrapping(mode='stale')) as lab:
         spies = [Spy(replica.stock) for replica in lab.replicas]
         task = await lab.a.turn('ask')

@@ -56,7 +56,7 @@ class _Webhook(PushNotificationSender):
 
 
 class Door(Protocol):
-    """What a client can do at a replica; its handler is one, a client over a wire another."""
+    """What a client can do at a replica; its handler is one, a remote client another."""
 
     def on_message_send_stream(
         self, params: SendMessageRequest, context: ServerCallContext, /

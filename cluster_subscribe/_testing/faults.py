@@ -34,7 +34,7 @@ def _fault(number: str, title: str, right: str, **setting: Any) -> Callable[[Sce
     'Subscribing where an earlier turn ran: an old question, then silence',
     'Task(WORKING), WORKING, WORKING, COMPLETED, closed',
 )
-async def _stale_tap(lab: Cluster) -> Sequence[Watch]:
+async def _stale_local_subscription(lab: Cluster) -> Sequence[Watch]:
     task = await lab.a.turn('ask')
     turn = lab.b.start('work wait=1 work work done', task)
     await turn.at('1')
@@ -105,7 +105,7 @@ async def _two_runners(lab: Cluster) -> Sequence[Watch]:
     'Task(SUBMITTED), chunk 2, chunk 3, COMPLETED, closed',
     slow_push='chunk 1',
 )
-async def _snapshot_and_tap_overlap(lab: Cluster) -> Sequence[Watch]:
+async def _snapshot_and_events_overlap(lab: Cluster) -> Sequence[Watch]:
     turn = lab.a.start('chunk=0 chunk=1 chunk=2 chunk=3 done')
     task = await turn.at('push')
     watches = await lab.watch(task)

@@ -29,7 +29,7 @@ from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.settings import CloseOn, WakeupMode
 from tests.model.clock import Clock
-from tests.model.model import TERMINAL, Client, Life, Row
+from tests.model.model import TERMINAL, Client, Incarnation, Row
 from tests.model.reading import POLL, Reading
 from tests.model.records import Brake, Config, Known, Play, Stream
 from tests.support.replicas import decorated
@@ -134,14 +134,14 @@ class Bench:
         known.ran.add(at)
         task = Task(id=known.task_id, context_id=known.context_id)
         turn = replica.start(self._script(known, words, gates, ending), task)
-        play = Play(turn, replica, known, gates, life=len(known.past))
+        play = Play(turn, replica, known, gates, incarnation=len(known.past))
         self.plays.append(play)
         await self._at_gate(play)
 
     async def advance(self, play: Play, count: int) -> None:
         """Lets an agent say its next words."""
-        if play.life < len(play.task.past):
-            # The SDK may write what it remembers of an earlier life over a later one.
+        if play.incarnation < len(play.task.past):
+            # The SDK may write what it remembers of an earlier incarnation over a later one.
             play.task.raced = True
         gates = play.gates[play.passed : play.passed + count]
         play.passed += len(gates)
@@ -201,7 +201,7 @@ class Bench:
     async def delete(self, known: Known) -> None:
         """The task is deleted; its rows in the log stay."""
         await self.replicas[0].store.delete(known.task_id, caller(OWNER))
-        known.past.append(Life(known.now.rows, known.now.version))
+        known.past.append(Incarnation(known.now.rows, known.now.version))
         for stream in self.streams:
             if stream.task is known and stream.brake.stands and len(stream.watch.events) == 1:
                 stream.blind = True
@@ -313,19 +313,24 @@ class Bench:
             fault = self._snapshot_fault(stream)
             if fault or stream.client is None:
                 return fault and f'{self._name(stream)}: {fault}'
-        life = known.life(stream.client.life)
+        incarnation = known.incarnation(stream.client.incarnation)
         if stream.lost:
             return None
         # After a silent save, the record of a message announces the state that it undoes: a
         # question that is the newest until the turn goes on.
-        fault = stream.client.fault(stream.seen, life, racing=racing or known.meddled)
-        return fault and f'{self._name(stream)}: {fault} {watch.timeline}; the database: {life}'
+        fault = stream.client.fault(stream.seen, incarnation, racing=racing or known.meddled)
+        return (
+            fault and f'{self._name(stream)}: {fault} {watch.timeline}; the database: {incarnation}'
+        )
 
     def _snapshot_fault(self, stream: Stream) -> str | None:
         known, watch = stream.task, stream.watch
         stored = [
             *known.saves,
-            *((life.version, life.task) for life in (self._before[known], known.now)),
+            *(
+                (incarnation.version, incarnation.task)
+                for incarnation in (self._before[known], known.now)
+            ),
         ]
         if not watch.events:
             states = [task.status.state if task else None for _, task in stored]
@@ -352,16 +357,18 @@ class Bench:
     def _accept(self, stream: Stream) -> None:
         client, seen = stream.client, stream.seen
         assert client is not None
-        life = stream.task.life(client.life)
+        incarnation = stream.task.incarnation(client.incarnation)
         if stream.lost:
             self.tally['blind'] += 1
             stream.watch.reader.cancel()
             self.streams.remove(stream)
             return
-        self.tally['events'] += client.accept(seen, life)
-        if life.task is not None and client.abreast(life) and not stream.task.raced:
+        self.tally['events'] += client.accept(seen, incarnation)
+        if incarnation.task is not None and client.abreast(incarnation) and not stream.task.raced:
             self.tally['folds'] += 1
-            assert client.keeps(life.task), f'{self._name(stream)}: not the task that is stored'
+            assert client.keeps(incarnation.task), (
+                f'{self._name(stream)}: not the task that is stored'
+            )
         if seen.ending is not None:
             self.tally[f'ended: {seen.ending}'] += 1
             self.streams.remove(stream)
@@ -372,7 +379,7 @@ class Bench:
         self.plays.remove(play)
         # One that failed says so: words that do not fit what another turn has made of the task.
         failed = play.turn.reader.exception() is not None
-        raced = racing or play.task.raced or failed or play.life < len(play.task.past)
+        raced = racing or play.task.raced or failed or play.incarnation < len(play.task.past)
         lost = play.passed < len(play.gates) and play.task.alive
         assert raced or not lost, f'A turn at {play.replica.name} was lost'
 
@@ -393,14 +400,14 @@ class Bench:
                     {'task_id': known.task_id},
                 )
                 rows = [Row(version, seq, self._event(seq, data)) for version, seq, data in found]
-            earlier = {row.seq for life in known.past for row in life.rows}
+            earlier = {row.seq for incarnation in known.past for row in incarnation.rows}
             rows = [row for row in rows if row.seq not in earlier]
             if stored is None:
-                known.now = Life(rows)
+                known.now = Incarnation(rows)
             else:
                 foundling = bool(known.past) and [row.version for row in rows[:1]] != [1]
                 version = int(str(stored.version._value))
-                known.now = Life(rows, version, stored.task, foundling)
+                known.now = Incarnation(rows, version, stored.task, foundling)
 
     def _event(self, seq: int, data: bytes) -> Any:
         if seq not in self._events:

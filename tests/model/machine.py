@@ -304,7 +304,7 @@ class Machine(RuleBasedStateMachine):
         elif what.startswith('save') and known.alive:
             steps = [bench.save(at, known, state, silently=what.endswith('silently'))]
             if what.endswith('go on') and state not in TERMINAL and not self._busy(at, known):
-                # Nobody looks in between: a log with a hole is read.
+                # Nobody looks in between: a log with a gap is read.
                 steps.append(bench.follow_up(at, known, ['work', 'chunk'], 'ret'))
             told = f'{told} {TaskState.Name(state)}'
             self._do(bench.in_order(*steps), told=told, racing=len(steps) > 1)

@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Life:
+class Incarnation:
     """What the database holds of a task, from its first save to its deletion."""
 
     rows: Sequence[Row]
@@ -46,7 +46,7 @@ class Life:
     task: Task | None = None
     """As stored; `None` before the first save and after the deletion."""
     foundling: bool = False
-    """Whether it is a later life that began without a row.
+    """Whether it is a later incarnation that began without a row.
 
     So nothing tells where the rows of the earlier one end: a published limit.
     """
@@ -77,9 +77,9 @@ class Course:
         """Whether the last thing in the log was an event that announced the state."""
         self._ends_at_questions = ends_at_questions
 
-    def next(self, life: Life) -> Event | None:
+    def next(self, incarnation: Incarnation) -> Event | None:
         """Takes the next event; `None` where there is nothing more."""
-        while row := self._next_row(life):
+        while row := self._next_row(incarnation):
             if row.version > self._version + 1:
                 break
             self._version, self._seq = row.version, row.seq
@@ -89,16 +89,16 @@ class Course:
                 continue
             self._state = state or self._state
             return row.event
-        if life.task is None or self.agrees(life):
+        if incarnation.task is None or self.agrees(incarnation):
             return None
-        self._version, self._seq = life.version, _BEHIND_ALL
-        self._state, self._announced = life.task.status.state, True
-        return life.task
+        self._version, self._seq = incarnation.version, _BEHIND_ALL
+        self._state, self._announced = incarnation.task.status.state, True
+        return incarnation.task
 
-    def must_end(self, life: Life) -> bool:
+    def must_end(self, incarnation: Incarnation) -> bool:
         """Whether the stream ends here (rule 4)."""
         return self._announced and (
-            self._state in TERMINAL or (self.may_end() and self.agrees(life))
+            self._state in TERMINAL or (self.may_end() and self.agrees(incarnation))
         )
 
     def may_end(self) -> bool:
@@ -107,18 +107,18 @@ class Course:
             self._state in TERMINAL or (self._ends_at_questions and self._state == QUESTION)
         )
 
-    def agrees(self, life: Life) -> bool:
+    def agrees(self, incarnation: Incarnation) -> bool:
         """Whether neither log nor store know anything newer."""
         return (
-            life.task is not None
-            and life.version <= self._version
-            and life.task.status.state == self._state
-            and self._next_row(life) is None
+            incarnation.task is not None
+            and incarnation.version <= self._version
+            and incarnation.task.status.state == self._state
+            and self._next_row(incarnation) is None
         )
 
-    def _next_row(self, life: Life) -> Row | None:
+    def _next_row(self, incarnation: Incarnation) -> Row | None:
         here = (self._version, self._seq)
-        return next((row for row in life.rows if (row.version, row.seq) > here), None)
+        return next((row for row in incarnation.rows if (row.version, row.seq) > here), None)
 
     def _records_a_message(self, event: Event) -> bool:
         return (
@@ -144,70 +144,78 @@ class Seen:
 class Client:
     """One stream as it should be: compared with what its client was given."""
 
-    def __init__(self, snapshot: Task, version: int, life: int, *, ends_at_questions: bool) -> None:
-        self.life = life
+    def __init__(
+        self, snapshot: Task, version: int, incarnation: int, *, ends_at_questions: bool
+    ) -> None:
+        self.incarnation = incarnation
         self._course = Course(snapshot, version, ends_at_questions=ends_at_questions)
         self._task = deepcopy(snapshot)
         self._compared = 1
 
-    def fault(self, seen: Seen, life: Life, *, racing: bool) -> str | None:
+    def fault(self, seen: Seen, incarnation: Incarnation, *, racing: bool) -> str | None:
         """What is wrong with a stream now that everything has been delivered.
 
         Args:
             seen: What the client was given.
-            life: The life of the task that the stream belongs to.
+            incarnation: The incarnation of the task that the stream belongs to.
             racing: Whether events were committed while others were delivered; a stream may
                 then have ended at a question that was the newest at that time.
         """
-        if life.spoilt:
-            return self._torn_fault(seen, life)
+        if incarnation.spoilt:
+            return self._torn_fault(seen, incarnation)
         course = deepcopy(self._course)
         for event in seen.events[self._compared :]:
-            if (right := course.next(life)) != event:
+            if (right := course.next(incarnation)) != event:
                 return f'got {label(event)} instead of {right and label(right)}'
         if seen.ending is not None:
-            return self._ending_fault(course, seen, life, racing=racing)
+            return self._ending_fault(course, seen, incarnation, racing=racing)
         if seen.pausing:
             return None
-        if life.task is None or course.must_end(life):
+        if incarnation.task is None or course.must_end(incarnation):
             return f'is open after {label(seen.events[-1])}'
-        return f'lacks {label(lacking)}' if (lacking := course.next(life)) else None
+        return f'lacks {label(lacking)}' if (lacking := course.next(incarnation)) else None
 
-    def _ending_fault(self, course: Course, seen: Seen, life: Life, *, racing: bool) -> str | None:
+    def _ending_fault(
+        self, course: Course, seen: Seen, incarnation: Incarnation, *, racing: bool
+    ) -> str | None:
         if seen.ending == 'TaskNotFoundError':
-            right = life.task is None
+            right = incarnation.task is None
         else:
-            place = course.may_end() if racing or life.task is None else course.must_end(life)
+            place = (
+                course.may_end()
+                if racing or incarnation.task is None
+                else course.must_end(incarnation)
+            )
             right = seen.ending == 'closed' and place
         return None if right else f'ended ({seen.ending}) after {label(seen.events[-1])}'
 
-    def _torn_fault(self, seen: Seen, life: Life) -> str | None:
+    def _torn_fault(self, seen: Seen, incarnation: Incarnation) -> str | None:
         """All that can be asked of a stream whose log the SDK has spoilt."""
         # Two saves of one state without an event give two snapshots alike, and what an earlier
-        # life has said may be said again.
+        # incarnation has said may be said again.
         events = [event for event in seen.events if not isinstance(event, Task)]
         twice = any(event in events[:place] for place, event in enumerate(events))
-        if twice and not life.foundling:
+        if twice and not incarnation.foundling:
             return 'got an event twice'
-        over = life.task is None or life.task.status.state in TERMINAL
+        over = incarnation.task is None or incarnation.task.status.state in TERMINAL
         return 'hangs' if over and not (seen.ending or seen.pausing) else None
 
-    def accept(self, seen: Seen, life: Life) -> int:
+    def accept(self, seen: Seen, incarnation: Incarnation) -> int:
         """Takes what was compared for good, as a client does that keeps the task itself.
 
         Returns:
             How many events that were.
         """
         new = seen.events[self._compared :]
-        for event in new if not life.spoilt else ():
-            self._course.next(life)
+        for event in new if not incarnation.spoilt else ():
+            self._course.next(incarnation)
             self._task = _folded(self._task, event)
         self._compared += len(new)
         return len(new)
 
-    def abreast(self, life: Life) -> bool:
+    def abreast(self, incarnation: Incarnation) -> bool:
         """Whether the client knows all that is stored."""
-        return not life.spoilt and self._course.agrees(life)
+        return not incarnation.spoilt and self._course.agrees(incarnation)
 
     def keeps(self, stored: Task) -> bool:
         """Whether the task that the client has put together is the one stored."""

@@ -11,7 +11,7 @@ from a2a.types import Task
 from cluster_subscribe._testing import Replica, Watch
 from cluster_subscribe._testing.cluster import Turn
 from cluster_subscribe.settings import CloseOn, Evict
-from tests.model.model import TERMINAL, Client, Life, Seen
+from tests.model.model import TERMINAL, Client, Incarnation, Seen
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Stream:
     blind: bool = False
     """Whether its task was deleted before it read on from the snapshot.
 
-    Nobody looked for it then, so it may take a second life for its own.
+    Nobody looked for it then, so it may take a second incarnation for its own.
     """
 
     @property
     def lost(self) -> bool:
-        """Whether it has read on, blind, in a second life of its task."""
+        """Whether it has read on, blind, in a second incarnation of its task."""
         read_on = len(self.watch.events) > 1 or not self.brake.stands
         return self.blind and read_on and self.task.now.task is not None
 
@@ -75,8 +75,8 @@ class Known:
 
     task_id: str
     context_id: str
-    past: list[Life] = field(default_factory=list)
-    now: Life = field(default_factory=lambda: Life(()))
+    past: list[Incarnation] = field(default_factory=list)
+    now: Incarnation = field(default_factory=lambda: Incarnation(()))
     chunked: bool = False
     meddled: bool = False
     """Whether it was saved behind the log's back."""
@@ -87,7 +87,7 @@ class Known:
     saves: list[tuple[int, Task]] = field(default_factory=list)
     """What was saved since the last comparison: versions and tasks."""
 
-    def life(self, number: int) -> Life:
+    def incarnation(self, number: int) -> Incarnation:
         return self.past[number] if number < len(self.past) else self.now
 
     @property
@@ -104,7 +104,7 @@ class Play:
     task: Known
     gates: Sequence[str]
     passed: int = 0
-    life: int = 0
+    incarnation: int = 0
 
     @property
     def over(self) -> bool:

@@ -1,4 +1,4 @@
-"""A TCP proxy between an engine and its database, whose wires can be cut."""
+"""A TCP proxy between an engine and its database, whose connections can be reset."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ async def proxy(database: str) -> AsyncIterator['Proxy']:
         yield made
     finally:
         server.close()
-        made.cut(down=True)
+        made.reset(down=True)
         await asyncio.gather(*made.carrying)
 
 
@@ -45,18 +45,18 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
 
-    def cut(self, *, down: bool = False) -> None:
+    def reset(self, *, down: bool = False) -> None:
         """Resets every connection; with `down` new ones too, until `heal()`."""
         self._down = down
         for one in self.carrying:
             one.cancel()
 
-    def cut_after(self, words: int) -> None:
+    def reset_after(self, words: int) -> None:
         """Resets every connection in mid-answer, when the database has said so many bytes."""
         self._words = words
 
     @property
-    def has_cut(self) -> bool:
+    def has_reset(self) -> bool:
         """Whether it has done so."""
         return self._words is None
 
@@ -116,7 +116,7 @@ class Proxy:
         self,
         source: asyncio.StreamReader,
         sink: asyncio.StreamWriter,
-        wire: 'asyncio.Task[None]',
+        connection: 'asyncio.Task[None]',
         *,
         answers: bool = False,
     ) -> None:
@@ -124,15 +124,15 @@ class Proxy:
             if self.delay:
                 await asyncio.sleep(self.delay)
             await self._flowing.wait()
-            if wire in self._mute:
+            if connection in self._mute:
                 continue
             if not answers:
-                self._asked[wire] = self._asked.get(wire, b'') + data
+                self._asked[connection] = self._asked.get(connection, b'') + data
             elif self._words is not None:
                 if len(data) >= self._words:
                     sink.write(data[: self._words])
                     self._words = None
-                    self.cut()
+                    self.reset()
                     return
                 self._words -= len(data)
             sink.write(data)

@@ -57,5 +57,5 @@ async def take(subscriber: Subscriber, count: int = 1) -> list[str]:
     taken = []
     for _ in range(count):
         versioned = await asyncio.wait_for(subscriber.next(), BACKSTOP)
-        taken.append('look' if versioned is None else label(versioned.event))
+        taken.append('reconcile' if versioned is None else label(versioned.event))
     return taken
