@@ -26,15 +26,8 @@ from cluster_subscribe import Settings, wrap
 from cluster_subscribe._testing import FAULTS, Cluster, Decorate, Watch
 from cluster_subscribe._testing.cluster import Reach, cluster
 from cluster_subscribe._testing.watching import settle
-from tests.support.transports import (
-    TRANSPORTS,
-    USER,
-    Transport,
-    balanced,
-    direct,
-    http_client,
-    serve,
-)
+from tests.support.balancer import balanced
+from tests.support.transports import TRANSPORTS, USER, Transport, direct, http_client, serve
 from tests.test_contract import healed
 
 EVERYTHING = bool(os.environ.get('CLUSTER_SUBSCRIBE_TEST_EVERY_TRANSPORT'))

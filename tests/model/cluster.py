@@ -29,9 +29,10 @@ from cluster_subscribe._testing import Cluster, Replica
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.settings import CloseOn, WakeupMode
 from tests.model.clock import Clock
-from tests.model.model import TERMINAL, Client, Incarnation, Row
+from tests.model.model import Client, Incarnation, Row
 from tests.model.reading import POLL, Reading
 from tests.model.records import Brake, Config, Known, Play, Stream
+from tests.support.memory import TERMINAL
 from tests.support.replicas import decorated
 
 LOOKS: Final = 4

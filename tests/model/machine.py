@@ -19,8 +19,8 @@ from cluster_subscribe.settings import CloseOn, Evict
 from tests.model import cluster
 from tests.model.clock import Clock
 from tests.model.cluster import Bench
-from tests.model.model import TERMINAL
 from tests.model.records import Config, Known, Play, Stream
+from tests.support.memory import TERMINAL
 
 STEPS: Final = 14
 """Steps of one cluster."""

@@ -13,15 +13,8 @@ from a2a.server.events import Event
 from a2a.types import Role, Task, TaskArtifactUpdateEvent, TaskState, TaskStatusUpdateEvent
 
 from cluster_subscribe._testing import label
+from tests.support.memory import TERMINAL
 
-TERMINAL: Final = frozenset(
-    {
-        TaskState.TASK_STATE_COMPLETED,
-        TaskState.TASK_STATE_CANCELED,
-        TaskState.TASK_STATE_FAILED,
-        TaskState.TASK_STATE_REJECTED,
-    }
-)
 QUESTION: Final = TaskState.TASK_STATE_INPUT_REQUIRED
 _BEHIND_ALL: Final = 2**63
 

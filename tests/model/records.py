@@ -11,7 +11,8 @@ from a2a.types import Task
 from cluster_subscribe._testing import Replica, Watch
 from cluster_subscribe._testing.cluster import Turn
 from cluster_subscribe.settings import CloseOn, Evict
-from tests.model.model import TERMINAL, Client, Incarnation, Seen
+from tests.model.model import Client, Incarnation, Seen
+from tests.support.memory import TERMINAL
 
 
 @dataclass(frozen=True)
