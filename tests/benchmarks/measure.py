@@ -26,7 +26,7 @@ from a2a.types import (
     TaskArtifactUpdateEvent,
     TaskState,
 )
-from sqlalchemy import event, make_url, text
+from sqlalchemy import event, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from cluster_subscribe import Settings, wrap
@@ -37,6 +37,7 @@ from cluster_subscribe._testing.messages import (
     status_update,
     user_message,
 )
+from tests.support.databases import execute
 from tests.support.replicas import stock_over
 
 T = TypeVar('T')
@@ -217,23 +218,16 @@ async def database(server: str | None) -> AsyncIterator[str]:
     if server is None:
         with tempfile.TemporaryDirectory() as folder:
             url = f'sqlite+aiosqlite:///{folder}/tasks.db'
-            engine = create_async_engine(url)
-            async with engine.connect() as connection:
-                await connection.execute(text('PRAGMA journal_mode=WAL'))
-            await engine.dispose()
+            await execute(url, 'PRAGMA journal_mode=WAL')
             yield url
         return
     name = f'cluster_subscribe_{uuid.uuid4().hex}'
-    engine = create_async_engine(server, isolation_level='AUTOCOMMIT')
-    async with engine.connect() as connection:
-        await connection.execute(text(f'CREATE DATABASE {name}'))
+    await execute(server, f'CREATE DATABASE {name}')
     try:
         yield make_url(server).set(database=name).render_as_string(hide_password=False)
     finally:
-        async with engine.connect() as connection:
-            force = ' WITH (FORCE)' if engine.dialect.name == 'postgresql' else ''
-            await connection.execute(text(f'DROP DATABASE {name}{force}'))
-        await engine.dispose()
+        force = ' WITH (FORCE)' if make_url(server).get_backend_name() == 'postgresql' else ''
+        await execute(server, f'DROP DATABASE {name}{force}')
 
 
 def resident() -> int:
