@@ -1,4 +1,4 @@
-"""Tasks of our own: named, watched, and ended together.
+"""The asyncio tasks of this package: named, awaited and ended together.
 
 Queries never run in a subscriber's task, and none is cancelled while the database may
 still answer. A transport cancels its task whenever a client leaves, and a driver that
@@ -8,10 +8,11 @@ is cancelled in mid-query can lose its connection.
 import asyncio
 import logging
 
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from contextvars import Context, copy_context
 from typing import Any, Final, Generic, TypeVar
 
+from cluster_subscribe import waiting
 from cluster_subscribe.errors import EventStreamEndedError
 
 logger = logging.getLogger(__name__)
@@ -19,8 +20,6 @@ logger = logging.getLogger(__name__)
 K = TypeVar('K', bound=Hashable)
 T = TypeVar('T')
 
-_PATIENCE: Final = 30.0
-"""Seconds that a database may take for an answer that somebody waits for."""
 _GRACE: Final = 5.0
 """Seconds that a task may take to end before it is cancelled after all."""
 
@@ -35,10 +34,10 @@ class Background:
         self.closed = False
 
     def enter(self) -> bool:
-        """Goes over to the running event loop, where the one before has ended.
+        """Serves the running event loop from now on, if the one before has ended.
 
         Returns:
-            Whether it went over: what ran before is gone, whatever it held.
+            Whether there was one before: its tasks are gone, whatever they held.
 
         Raises:
             EventStreamEndedError: The one before still runs.
@@ -56,7 +55,7 @@ class Background:
         return before is not None
 
     def can_run(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether a task may be started here to do what another did, which does not run."""
+        """Whether a task may be started in the running loop in the place of one that has ended."""
         try:
             self.enter()
         except EventStreamEndedError:
@@ -115,7 +114,7 @@ class Background:
             context: The context variables to run with; the caller's when not given.
 
         Raises:
-            TimeoutError: It took too long, as on a connection that died without a word.
+            TimeoutError: It took too long, as on a half-open connection.
         """
         context = copy_context() if context is None else context
         task = self.start(work, name, context)
@@ -128,10 +127,10 @@ class Background:
             TimeoutError: It took too long, as on a half-open connection.
             EventStreamEndedError: `aclose()` ended it.
         """
-        await asyncio.wait({task}, timeout=_PATIENCE)
+        await asyncio.wait({task}, timeout=waiting.ANSWER_TIMEOUT)
         if not task.done():
             task.cancel()
-            raise TimeoutError(f'no answer within {_PATIENCE:g} seconds')
+            raise TimeoutError(f'no answer within {waiting.ANSWER_TIMEOUT:g} seconds')
         if task.cancelled():
             # Nobody cancelled the caller.
             raise EventStreamEndedError('The server is stopping')
@@ -158,7 +157,7 @@ class Background:
             for task in late:
                 task.cancel()
             if late:
-                # A connection that died without a word may hold even a cancelled task.
+                # A half-open connection may hold even a cancelled task.
                 await asyncio.wait(late, timeout=_GRACE)
 
 
@@ -179,7 +178,7 @@ class SharedReads(Generic[K, T]):
         self._read = read
         self._name = name
         self._context = context
-        self._waiting: dict[K, list[asyncio.Future[T | None]]] = {}
+        self._pending: dict[K, list[asyncio.Future[T | None]]] = {}
         self._reading = False
 
     async def get(self, key: K) -> T | None:
@@ -189,132 +188,49 @@ class SharedReads(Generic[K, T]):
             Exception: Whatever the read failed with.
         """
         future: asyncio.Future[T | None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, []).append(future)
+        self._pending.setdefault(key, []).append(future)
         if not self._reading:
             self._reading = True
             try:
                 _ = self._background.start(self._serve(), self._name, self._context)
             except BaseException:
                 self._reading = False
-                self._waiting.clear()
+                self._pending.clear()
                 raise
         return await future
 
     async def _serve(self) -> None:
-        waiting: dict[K, list[asyncio.Future[T | None]]] = {}
+        pending: dict[K, list[asyncio.Future[T | None]]] = {}
         error: Exception = EventStreamEndedError('The server is stopping')
         try:
-            while self._waiting:
-                # In the loop's next turn: who asks in this one asks together.
+            while self._pending:
+                # Who asks in this iteration of the event loop is answered by one read.
                 await asyncio.sleep(0)
-                waiting, self._waiting = self._waiting, {}
-                waiting = {
+                pending, self._pending = self._pending, {}
+                pending = {
                     key: open_
-                    for key, futures in waiting.items()
+                    for key, futures in pending.items()
                     if (open_ := [future for future in futures if not future.done()])
                 }
-                if not waiting:
+                if not pending:
                     continue
                 try:
-                    found = await in_time(self._read(list(waiting)))
+                    found = await waiting.in_time(self._read(list(pending)))
                 except Exception as failed:  # noqa: BLE001 - is given to whoever asked
-                    _fail(waiting, failed)
+                    _fail(pending, failed)
                     continue
-                for key, futures in waiting.items():
+                for key, futures in pending.items():
                     for future in futures:
                         if not future.done():
                             future.set_result(found.get(key))
         finally:
             self._reading = False
-            _fail(waiting, error)
-            _fail(self._waiting, error)
+            _fail(pending, error)
+            _fail(self._pending, error)
 
 
-def _fail(waiting: Mapping[Any, list['asyncio.Future[Any]']], error: Exception) -> None:
-    for futures in waiting.values():
+def _fail(pending: Mapping[Any, list['asyncio.Future[Any]']], error: Exception) -> None:
+    for futures in pending.values():
         for future in futures:
             if not future.done():
                 future.set_exception(error)
-
-
-async def in_time(work: Awaitable[T], seconds: float | None = None) -> T:
-    """Awaits `work`, and cancels it each time so many seconds have passed.
-
-    More than once, since what tidies up after a cancelled query may ask the same dead
-    connection. For a task of our own: `asyncio.wait_for` would start another for each call.
-
-    Args:
-        work: What to do.
-        seconds: The limit; as long as a database may take for an answer when not given.
-
-    Raises:
-        TimeoutError: It was cancelled.
-    """
-    seconds = _PATIENCE if seconds is None else seconds
-    task = asyncio.current_task()
-    assert task is not None  # noqa: S101 - for the type checker
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle
-    late = False
-
-    def give_up() -> None:
-        nonlocal late, timer
-        late = True
-        task.cancel()
-        timer = loop.call_later(seconds, give_up)
-
-    timer = loop.call_later(seconds, give_up)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not late:
-            raise
-        raise TimeoutError(f'no answer within {seconds:g} seconds') from None
-    finally:
-        timer.cancel()
-
-
-class Signal:
-    """A flag that may be waited for, with a limit, by any number of tasks.
-
-    A waiter is a bare future: `asyncio.wait_for` may swallow a cancellation on the older
-    Pythons (F8), and a task for each wait costs an event several turns of the loop.
-    """
-
-    def __init__(self) -> None:
-        self._set = False
-        self._waiters: set[asyncio.Future[None]] = set()
-
-    def is_set(self) -> bool:
-        """Whether it is raised."""
-        return self._set
-
-    def set(self) -> None:
-        """Raises it and wakes whoever waits."""
-        self._set = True
-        for waiter in self._waiters:
-            _release(waiter)
-
-    def clear(self) -> None:
-        """Lowers it."""
-        self._set = False
-
-    async def within(self, seconds: float) -> bool:
-        """Waits until it is raised; `False` if it was not within `seconds`."""
-        if self._set or seconds <= 0:
-            return self._set
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(seconds, _release, waiter)
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiters.discard(waiter)
-        return self._set
-
-
-def _release(waiter: 'asyncio.Future[None]') -> None:
-    if not waiter.done():
-        waiter.set_result(None)

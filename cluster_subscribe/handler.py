@@ -151,12 +151,12 @@ class ClusterSubscribeHandler(_Base):
         """Delegates, the context filled in."""
         params = await self.__with_context(params, context)
         task_id = params.message.task_id
-        with self.__local_tasks.request(task_id), ExitStack() as arriving:
-            arriving.enter_context(self.__local_tasks.message(task_id))
+        with self.__local_tasks.request(task_id), ExitStack() as incoming:
+            incoming.enter_context(self.__local_tasks.message(task_id))
             async with aclosing(self.__wrapped.on_message_send_stream(params, context)) as events:
                 async for event in events:
                     # The message is queued by now: whether a turn runs shows by itself.
-                    arriving.close()
+                    incoming.close()
                     yield event
 
     async def __with_context(

@@ -1,4 +1,4 @@
-"""The check: the stored version against the `ActiveTask` in this replica's memory.
+"""How what this replica holds of a task stands to the stored task, and when it may go.
 
 An `ActiveTask` outlives its turn: only a terminal state cleans it up, and only where
 that state was reached. One that another replica has overtaken is taken out of the
@@ -29,20 +29,20 @@ class LocalState(str, Enum):
     """Nothing runs here, and the store has gone on without this replica (faults F1, F2, F9)."""
 
 
-def classify(local: LocalTask | None, stored: TaskVersion, *, message_arriving: bool) -> LocalState:
+def classify(local: LocalTask | None, stored: TaskVersion, *, message_incoming: bool) -> LocalState:
     """Compares a replica's memory with the store.
 
-    In flight is asked before the versions: a running turn drops its cached copy at
-    its start and lags the commit at each save, so it may look behind.
+    A running turn comes before the versions: it drops its cached copy at its start and
+    lags the commit at each save, so its copy may be older than the store.
 
     Args:
         local: What this replica's memory holds.
         stored: The version the store holds.
-        message_arriving: Whether a message for the task is on its way to its queue.
+        message_incoming: Whether a message for the task is not in its queue yet.
     """
     if local is None:
         return LocalState.ABSENT
-    if local.turn_running or message_arriving:
+    if local.turn_running or message_incoming:
         return LocalState.LIVE
     return LocalState.STALE if is_superseded(local, stored) else LocalState.IDLE
 
@@ -67,14 +67,14 @@ def unregister(
     stored: TaskVersion | None,
     turns: ExecutorSeam | None,
 ) -> bool:
-    """Takes an `ActiveTask` out that has ended, or that is superseded and used by nobody.
+    """Unregisters an `ActiveTask` that has ended, or that is superseded and unused.
 
     The caller has made sure that no request for the task is under way, and closes the
-    `ActiveTask` afterwards, unless it has ended. Nothing here waits: between the look and
-    the removal no request can slip in.
+    `ActiveTask` afterwards, unless it has ended. Nothing here waits, so no request
+    can begin to use it meanwhile.
 
     Returns:
-        Whether it is out.
+        Whether it was unregistered.
     """
     if not (_is_left(local, turns) if local.finished else _is_overtaken(local, stored, turns)):
         return False
@@ -102,7 +102,7 @@ def _is_overtaken(local: LocalTask, stored: TaskVersion | None, turns: ExecutorS
         local.is_unused
         and is_superseded(local, stored)
         and turns is not None
-        # Its copy stays as well: by its old version the SDK sees that what the writer emits
-        # next is late, and does not put it over the end of the task.
+        # Its copy stays as well: by the old version the SDK refuses what the writer emits next,
+        # and does not write it over the end of the task.
         and not turns.may_write(local)
     )

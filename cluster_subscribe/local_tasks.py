@@ -1,7 +1,7 @@
-"""What this replica's memory holds of tasks: who uses it, and when it is let go.
+"""What this replica holds of tasks in memory: who uses it, and when it is evicted.
 
 An `ActiveTask` is used while a request for its task is under way. Only a turn makes the
-replica the one where the task runs: a stream that is open proves nothing (F30).
+replica the one where the task runs; an open stream does not (F30).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from a2a.server.request_handlers import RequestHandler
 from a2a.utils.errors import A2AError, TaskNotFoundError
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background, Signal
+from cluster_subscribe.background import Background
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.executor_seam import ExecutorSeam
 from cluster_subscribe.local_state import LocalState, classify, is_superseded, unregister
@@ -25,6 +25,7 @@ from cluster_subscribe.sdk import LocalTask
 from cluster_subscribe.settings import Evict, Mode, Settings
 from cluster_subscribe.subscription.rules import TERMINAL_STATES
 from cluster_subscribe.telemetry import Telemetry
+from cluster_subscribe.waiting import Signal
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class LocalTasks:
         self._telemetry = telemetry
         self._turns = turns
         self._active_requests: Counter[str] = Counter()
-        self._arriving: Counter[str] = Counter()
+        self._incoming_messages: Counter[str] = Counter()
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
@@ -63,34 +64,39 @@ class LocalTasks:
 
     @contextmanager
     def request(self, task_id: str) -> Iterator[None]:
-        """A request that may use the task's `ActiveTask`, which stays meanwhile."""
+        """Keeps the task's `ActiveTask` during a request that may use it."""
         self._start_sweeping()
         with _counted(self._active_requests, task_id):
             yield
 
     @contextmanager
     def message(self, task_id: str) -> Iterator[None]:
-        """A message on its way to the queue of the task's `ActiveTask`."""
-        with _counted(self._arriving, task_id):
+        """Counts a message until it is in the queue of the task's `ActiveTask`."""
+        with _counted(self._incoming_messages, task_id):
             yield
 
     def turn_running(self, task_id: str) -> bool:
         """Whether a turn of the task runs here, or is about to."""
         local = sdk.local_task(self._handler, task_id)
-        return task_id in self._arriving or (local is not None and local.turn_running)
+        return task_id in self._incoming_messages or (local is not None and local.turn_running)
 
     def check(self, stored: StoredTask) -> LocalState:
         """Compares this replica's memory with the stored task, and evicts what is superseded."""
         task_id = stored.task.id
         local = sdk.local_task(self._handler, task_id)
-        local_state = classify(local, stored.version, message_arriving=task_id in self._arriving)
+        local_state = classify(
+            local, stored.version, message_incoming=task_id in self._incoming_messages
+        )
         self._telemetry.checked(task_id, local_state, stored.version)
         if local is not None:
             self.evict(local, stored.version)
         return local_state
 
     def evict(self, local: LocalTask, stored: TaskVersion | None) -> bool:
-        """Lets an `ActiveTask` go, if it may; `False` if not. Nothing here waits."""
+        """Unregisters and closes an `ActiveTask`, if nothing uses it; `False` if it stays.
+
+        Nothing here waits, so no request can begin to use it meanwhile.
+        """
         if (
             self._settings.mode is Mode.OBSERVE
             or self._settings.evict is Evict.OFF
@@ -112,23 +118,23 @@ class LocalTasks:
         Raises:
             TaskNotFoundError: The task was deleted.
         """
-        version = self._version_at_rest(task_id)
+        version = self._settled_version(task_id)
         if version is None:
             return None
         try:
             stored = await read()
         except A2AError:
             raise
-        except Exception as error:  # noqa: BLE001 - delays the judgement, loses nothing
+        except Exception as error:  # noqa: BLE001 - the next comparison says
             self._telemetry.reconcile_failed(task_id, error)
             return None
-        if version != self._version_at_rest(task_id):
+        if version != self._settled_version(task_id):
             return None
         if stored is None:
             raise TaskNotFoundError
         return None if stored.version == version else stored
 
-    def _version_at_rest(self, task_id: str) -> TaskVersion | None:
+    def _settled_version(self, task_id: str) -> TaskVersion | None:
         """The version of the copy held here; `None` while it may change."""
         local = sdk.local_task(self._handler, task_id)
         if local is None:
@@ -138,7 +144,8 @@ class LocalTasks:
     async def drop_stale_copy(self, task_id: str, context: ServerCallContext) -> None:
         """Has the SDK read the store before it writes CANCELED, which it does unchecked (F9).
 
-        A running turn lags its own saves; its copy is old if one look later it is the same.
+        A running turn lags its own saves: its copy is old if it has not changed when the store is
+        read once more.
         """
         seen: TaskVersion | None = None
         for _ in range(2):
@@ -149,7 +156,7 @@ class LocalTasks:
             if stored is None or local is None:
                 return
             if stored.task.status.state in TERMINAL_STATES:
-                # The SDK refuses, and by its old copy what the agent emits late.
+                # The SDK refuses the cancel, and by its old copy what the agent emits late.
                 return
             if not is_superseded(local, stored.version) or self.evict(local, stored.version):
                 return

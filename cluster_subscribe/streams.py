@@ -74,9 +74,9 @@ class Streams:
             return self._handler.on_subscribe_to_task(params, context)
         if self._settings.mode is Mode.OBSERVE:
             try:
-                look = await read()
-                if look and look.stored.task.status.state not in TERMINAL_STATES:
-                    local_state = self._local_tasks.check(look.stored)
+                owned = await read()
+                if owned and owned.stored.task.status.state not in TERMINAL_STATES:
+                    local_state = self._local_tasks.check(owned.stored)
                     if local_state is not LocalState.ABSENT:
                         self._telemetry.redirected(task_id, local_state, observed=True)
             except Exception as error:
@@ -88,11 +88,11 @@ class Streams:
                 )
             return self._handler.on_subscribe_to_task(params, context)
 
-        look = await self._reader.read_first(task_id, context, variables)
-        if look is None:
+        owned = await self._reader.read_first(task_id, context, variables)
+        if owned is None:
             raise TaskNotFoundError
-        stored, owner = look
-        del look
+        stored, owner = owned
+        del owned
         if stored.task.status.state in TERMINAL_STATES:
             raise UnsupportedOperationError(
                 f'Task {task_id} is in terminal state: {TaskState.Name(stored.task.status.state)}'
@@ -133,7 +133,7 @@ class Streams:
         local = LocalSubscription(self._handler, params, context)
 
         async def read() -> StoredTask | None:
-            return look.stored if (look := await source.read()) else None
+            return owned.stored if (owned := await source.read()) else None
 
         with self._local_tasks.request(task_id):
             feed = source.variables.run(self._feed, local, task_id, TaskVersion.MISSING)

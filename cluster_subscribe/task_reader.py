@@ -3,7 +3,6 @@
 import asyncio
 import logging
 
-from collections import deque
 from collections.abc import Sequence
 from contextvars import Context, copy_context
 from typing import Final
@@ -15,11 +14,12 @@ from a2a.utils.errors import A2AError
 from sqlalchemy.pool import QueuePool
 
 from cluster_subscribe import sdk
-from cluster_subscribe.background import Background, SharedReads, in_time
+from cluster_subscribe.background import Background, SharedReads
 from cluster_subscribe.event_log.retry import is_final
 from cluster_subscribe.protocol_errors import is_library_error
 from cluster_subscribe.subscription.feed import OwnedTask
 from cluster_subscribe.task_ids import is_valid_task_id
+from cluster_subscribe.waiting import Slots, in_time
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class TaskReader:
         self._shared: WeakValueDictionary[
             tuple[str, str, asyncio.AbstractEventLoop], SharedReads[str, OwnedTask]
         ] = WeakValueDictionary()
-        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots] = WeakKeyDictionary()
+        self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, Slots] = WeakKeyDictionary()
 
     async def read(
         self, task_id: str, context: ServerCallContext, variables: Context | None = None
@@ -55,11 +55,11 @@ class TaskReader:
         Raises:
             Exception: Whatever the store raised; a `TimeoutError` if it did not answer.
         """
-        # What no database can look for is not there.
+        # No database has a task of such an id.
         if not is_valid_task_id(task_id):
             return None
         slots = self._slots.setdefault(
-            asyncio.get_running_loop(), _Slots(reads_at_once(self._store))
+            asyncio.get_running_loop(), Slots(reads_at_once(self._store))
         )
         await slots.acquire()
         try:
@@ -101,8 +101,8 @@ class TaskReader:
             return await self.read(task_id, context, variables)
 
         async def read(asked: Sequence[str]) -> dict[str, OwnedTask]:
-            look = await self.read(task_id, context, Context())
-            return dict.fromkeys(asked, look) if look else {}
+            owned = await self.read(task_id, context, Context())
+            return dict.fromkeys(asked, owned) if owned else {}
 
         key = task_id, owner, asyncio.get_running_loop()
         shared = self._shared.get(key)
@@ -138,11 +138,11 @@ class TaskReader:
         if not is_valid_task_id(task_id):
             return None
         try:
-            look = await self._background.answer(self._begin(task_id, context))
+            owned = await self._background.answer(self._begin(task_id, context))
         except Exception:
             logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
             return None
-        return look.stored if look else None
+        return owned.stored if owned else None
 
     async def _read(self, task_id: str, context: ServerCallContext) -> OwnedTask | None:
         store = self._store
@@ -186,32 +186,3 @@ def reads_at_once(store: VersionedTaskStore) -> int:
         return _OTHER_READS
     pool = engine.sync_engine.pool
     return max(_POOLED_READS, pool.size() if isinstance(pool, QueuePool) else 0)
-
-
-class _Slots:
-    """A semaphore whose waiters are bare futures, so that no cancellation is lost (F8)."""
-
-    def __init__(self, free: int) -> None:
-        self._free = free
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def acquire(self) -> None:
-        if self._free:
-            self._free -= 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled():
-                self.release()
-            raise
-
-    def release(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1

@@ -31,7 +31,11 @@ logger = logging.getLogger('cluster_subscribe')
 METRICS: Final = {
     'subscriptions.open': ('updowncounter', '{subscription}', 'Streams being served'),
     'subscribes': ('counter', '{subscribe}', 'Subscribes that found their task'),
-    'redirects': ('counter', '{redirect}', 'Subscribes that the SDK would tie to a local tap'),
+    'redirects': (
+        'counter',
+        '{redirect}',
+        'Subscribes that the SDK alone would answer from its `ActiveTask`',
+    ),
     'events.delivered': ('counter', '{event}', 'Events handed to subscribers'),
     'delivery.lag': ('histogram', 's', "From a status event's own timestamp to its delivery"),
     'reconciled': ('counter', '{snapshot}', 'Snapshots sent in mid-stream'),
@@ -89,7 +93,7 @@ class Statistics:
     subscribes: Mapping[LocalState, int]
     """Subscribes that found their task, by what the replica held of it."""
     redirects: int
-    """Subscribes served from the event log although the SDK would have used a local tap.
+    """Subscribes served from the event log that the SDK alone would answer from its `ActiveTask`.
 
     In mode `observe`, those that mode `on` would have served so.
     """
@@ -224,7 +228,7 @@ class Telemetry:
         first, self._reconciles_fail = not self._reconciles_fail, True
         logger.log(
             logging.WARNING if first else logging.DEBUG,
-            'The stored task %s could not be read (%s); its stream goes on and looks again later',
+            'The stored task %s could not be read (%s); its stream goes on and reads it later',
             task_id,
             type(error).__name__,
             exc_info=logger.isEnabledFor(logging.DEBUG),

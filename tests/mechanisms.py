@@ -152,7 +152,7 @@ MECHANISMS: Final = (
     ),
     _mechanism(
         'what tidies up after a cancelled query is cancelled, too',
-        'background.py',
+        'waiting.py',
         '        timer = loop.call_later(seconds, give_up)\n\n',
         '\n',
         'test_connections.py::test_what_tidies_up_after_a_cancelled_query_is_cancelled_too',
@@ -160,7 +160,7 @@ MECHANISMS: Final = (
     _mechanism(
         'nobody waits for ever for an answer',
         'background.py',
-        'await asyncio.wait({task}, timeout=_PATIENCE)',
+        'await asyncio.wait({task}, timeout=waiting.ANSWER_TIMEOUT)',
         'await asyncio.wait({task})',
         'test_connections.py::test_nobody_waits_for_ever_for_a_half_open_connection',
     ),

@@ -8,7 +8,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from cluster_subscribe import background
+from cluster_subscribe import background, waiting
 from cluster_subscribe.event_log.queries import EventLog
 from cluster_subscribe.event_log.retry import is_final
 from tests.support.proxy import proxy
@@ -74,7 +74,7 @@ async def test_nobody_waits_for_ever_for_a_half_open_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(background, '_GRACE', 0.01)
-    monkeypatch.setattr(background, '_PATIENCE', 0.01)
+    monkeypatch.setattr(waiting, 'ANSWER_TIMEOUT', 0.01)
     tasks, end = background.Background(), asyncio.Event()
     with pytest.raises(TimeoutError):
         await tasks.run(stubborn(end), 'read')
@@ -92,4 +92,4 @@ async def test_what_tidies_up_after_a_cancelled_query_is_cancelled_too() -> None
             await never.wait()
 
     with pytest.raises(TimeoutError):
-        await background.in_time(ask(), 0.01)
+        await waiting.in_time(ask(), 0.01)

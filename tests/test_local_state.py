@@ -43,7 +43,7 @@ def held(version: TaskVersion = OLD, **how: Any) -> LocalTask:
 def test_classify(
     local: LocalTask | None, stored: TaskVersion, expected: LocalState, *, arriving: bool
 ) -> None:
-    assert classify(local, stored, message_arriving=arriving) is expected
+    assert classify(local, stored, message_incoming=arriving) is expected
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from a2a.types import (
 from a2a.utils.errors import InternalError, TaskNotFoundError
 from sqlalchemy.exc import OperationalError, ProgrammingError
 
-from cluster_subscribe import Settings, background, wrap
+from cluster_subscribe import Settings, background, waiting, wrap
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller, user_message
 from cluster_subscribe.task_reader import reads_at_once
@@ -134,7 +134,7 @@ async def test_a_client_is_told_an_error_of_the_sdk_without_the_drivers_words(
     store.failures = failures
     if not failures:
         store.go.clear()
-        monkeypatch.setattr(background, '_PATIENCE', 0.01)
+        monkeypatch.setattr(waiting, 'ANSWER_TIMEOUT', 0.01)
     with pytest.raises(InternalError) as told:
         await snapshot(handler)
     assert type(told.value) is InternalError
@@ -209,7 +209,7 @@ async def test_reads_that_are_never_answered_make_room_for_the_next(
     leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on half-open connections: their slots were never given back."""
-    monkeypatch.setattr(background, '_PATIENCE', 0.05)
+    monkeypatch.setattr(waiting, 'ANSWER_TIMEOUT', 0.05)
     memory = Memory()
     store = Store(memory)
     handler = await handler_over(store, memory)

@@ -12,8 +12,8 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from cluster_subscribe.background import in_time
 from cluster_subscribe.engines import has_hooks
+from cluster_subscribe.waiting import in_time
 
 ROUND_TIMEOUT: Final = 10.0
 """Seconds for which one connection may be used."""

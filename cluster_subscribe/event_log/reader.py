@@ -21,7 +21,7 @@ from typing import Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from cluster_subscribe.background import Background, SharedReads, Signal
+from cluster_subscribe.background import Background, SharedReads
 from cluster_subscribe.engines import has_hooks
 from cluster_subscribe.errors import EventStreamEndedError
 from cluster_subscribe.event_log import retry
@@ -35,6 +35,7 @@ from cluster_subscribe.event_log.subscriber import Subscriber
 from cluster_subscribe.event_log.wakeup import WakeupRunner, WakeupSource
 from cluster_subscribe.settings import Settings
 from cluster_subscribe.telemetry import Once, TailStatistics, TailTelemetry
+from cluster_subscribe.waiting import Signal
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.util import greenlet_spawn
 
-from cluster_subscribe.background import in_time
+from cluster_subscribe.waiting import in_time
 
 _CONNECT_TIMEOUT: Final = 30.0
 """Seconds within which the connection must be open."""

@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.background import Signal, in_time
 from cluster_subscribe.event_log.wakeup.detached import detached
 from cluster_subscribe.event_log.wakeup.source import WakeCallback
 from cluster_subscribe.task_ids import is_valid_task_id
+from cluster_subscribe.waiting import Signal, in_time
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ import logging
 
 from collections.abc import Callable, Iterable
 
-from cluster_subscribe.background import Background, Signal
+from cluster_subscribe.background import Background
 from cluster_subscribe.event_log import retry
 from cluster_subscribe.event_log.wakeup.source import NotifyingSource, WakeCallback, WakeupSource
+from cluster_subscribe.waiting import Signal
 
 logger = logging.getLogger(__name__)
 

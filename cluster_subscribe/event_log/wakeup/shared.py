@@ -8,9 +8,9 @@ from weakref import WeakValueDictionary
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from cluster_subscribe.background import Signal
 from cluster_subscribe.event_log.wakeup.postgresql import PostgresqlWakeup
 from cluster_subscribe.event_log.wakeup.source import WakeCallback
+from cluster_subscribe.waiting import Signal
 
 _CHECK_WANTED_AFTER: Final = 30.0
 """Seconds after which one that waits for another's connection checks whether it is wanted."""
