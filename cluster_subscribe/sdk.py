@@ -5,6 +5,7 @@ find what it looks for gives `None` and never guesses; its caller then relies on
 alone. It is one file, however long, so that a new SDK can be compared with one file.
 """
 
+import asyncio
 import logging
 
 from collections.abc import Callable
@@ -68,6 +69,7 @@ PRIVATE_ATTRIBUTES: Final = (
     PrivateAttribute(_REGISTRY, '_lock', _TESTED, 'removing one of them'),
     PrivateAttribute(_REGISTRY, '_event_stream', _TESTED, 'what new ActiveTasks publish to'),
     PrivateAttribute(_REGISTRY, '_agent_executor', _TESTED, 'the agent that new ActiveTasks run'),
+    PrivateAttribute(_REGISTRY, '_task_store', _TESTED, 'where new ActiveTasks save'),
     PrivateAttribute(_ACTIVE_TASK, '_agent_executor', _TESTED, 'the agent that it runs'),
     PrivateAttribute(_ACTIVE_TASK, '_event_queue_agent', _TESTED, 'the events of its agent'),
     PrivateAttribute(_ACTIVE_TASK, '_producer_task', _TESTED, 'whether its agent still runs'),
@@ -212,6 +214,29 @@ def agent_executor(handler: RequestHandler) -> AgentExecutor | None:
 def replace_agent_executor(handler: RequestHandler, executor: AgentExecutor) -> None:
     """Makes a handler's future `ActiveTask`s run another executor."""
     handler._active_task_registry._agent_executor = executor  # type: ignore[attr-defined]
+
+
+def task_store(handler: RequestHandler) -> VersionedTaskStore | None:
+    """The store of the `ActiveTask`s that a handler will make; `None` if not known."""
+    if not hasattr(handler, '_active_task_registry'):
+        return None
+    store = _known(lambda: handler._active_task_registry._task_store)
+    return store if isinstance(store, VersionedTaskStore) else None
+
+
+def replace_task_store(handler: RequestHandler, store: VersionedTaskStore) -> None:
+    """Makes a handler's future `ActiveTask`s save in another store."""
+    handler._active_task_registry._task_store = store  # type: ignore[attr-defined]
+
+
+async def shut_own_queue(handler: RequestHandler, task_id: str) -> None:
+    """Drops the events that the running asyncio task was to store, and those to come.
+
+    For the consumer of an `ActiveTask`; nothing happens in any other asyncio task.
+    """
+    active = _known(lambda: handler._active_task_registry._active_tasks.get(task_id))  # type: ignore[attr-defined]
+    if active is not None and active._consumer_task is asyncio.current_task():
+        await active._event_queue_agent.close(immediate=True)
 
 
 def call_context(active: ActiveTask) -> ServerCallContext | None:

@@ -11,7 +11,7 @@ from a2a.server.request_handlers import (
     RequestHandler,
 )
 
-from cluster_subscribe import executor_seam, sdk
+from cluster_subscribe import executor_seam, sdk, store_seam
 from cluster_subscribe.engines import is_autocommit, shared_connection
 from cluster_subscribe.errors import UnsupportedHandlerError
 from cluster_subscribe.event_log import SharedTailEventStream
@@ -119,7 +119,8 @@ def wrap(
             settings=settings,
         )
         sdk.replace_event_stream(handler, owned)
-    observing = settings.mode is Mode.OBSERVE
+    if not (observing := settings.mode is Mode.OBSERVE):
+        store_seam.install(handler)
     decorator = ClusterSubscribeHandler(
         handler,
         settings=settings,
