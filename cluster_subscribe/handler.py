@@ -23,6 +23,7 @@ from a2a.types import (
 )
 
 from cluster_subscribe.background import Background
+from cluster_subscribe.cancels import Cancels
 from cluster_subscribe.delegation import Delegate, delegates_the_rest
 from cluster_subscribe.event_log import SharedTailEventStream
 from cluster_subscribe.executor_seam import ExecutorSeam
@@ -95,6 +96,14 @@ class ClusterSubscribeHandler(_Base):
             telemetry=self.__telemetry,
             turns=turns,
         )
+        self.__cancels = Cancels(
+            handler,
+            store=task_store,
+            tasks=self.__local_tasks,
+            read=self.__reader.try_to_read,
+            wake=self.__wake,
+            background=self.__background,
+        )
         self.__streams = Streams(
             handler,
             settings=settings,
@@ -120,21 +129,18 @@ class ClusterSubscribeHandler(_Base):
         if close is not None:
             await close()
 
+    def __wake(self, task_id: str) -> None:
+        if isinstance(self.__stream, SharedTailEventStream):
+            self.__stream.wake(task_id, 'cancel')
+
     async def on_cancel_task(
         self, params: CancelTaskRequest, context: ServerCallContext
     ) -> Task | None:
-        """Delegates, after a stale copy of the task is gone (F9); then wakes the streams.
-
-        The SDK may log CANCELED without a publish (F11).
-        """
-        if self.__settings.mode is not Mode.OBSERVE:
-            await self.__local_tasks.drop_stale_copy(params.id, context)
-        with self.__local_tasks.request(params.id):
-            canceled = await self.__wrapped.on_cancel_task(params, context)
-        # Only now: the caller may not have such a task, and a hint goes to every replica.
-        if isinstance(self.__stream, SharedTailEventStream):
-            self.__stream.wake(params.id, 'cancel')
-        return canceled
+        """Delegates, one cancel of a task at a time and to its end (docs/contract.md, D14)."""
+        if self.__settings.mode is Mode.OBSERVE:
+            with self.__local_tasks.request(params.id):
+                return await self.__wrapped.on_cancel_task(params, context)
+        return await self.__cancels.cancel(params, context)
 
     async def on_message_send(
         self, params: SendMessageRequest, context: ServerCallContext

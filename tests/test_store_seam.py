@@ -15,7 +15,6 @@ from a2a.server.cluster import (
     VersionedTaskStore,
 )
 from a2a.server.events import EventQueue
-from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.server.tasks import PushNotificationSender, TaskUpdater
 from a2a.types import (
     ListTasksRequest,
@@ -30,10 +29,12 @@ from sqlalchemy import select
 
 from cluster_subscribe import Settings, sdk, store_seam, wrap
 from cluster_subscribe._testing import Decorate, Gates, Parts, Replica
-from cluster_subscribe._testing.cluster import agent_card, caller, cluster, label, user_message
+from cluster_subscribe._testing.cluster import cluster
+from cluster_subscribe._testing.messages import caller, label, user_message
 from cluster_subscribe.store_seam import StoreSeam
-from tests.memory import Memory, MemoryStore, MemoryStream
-from tests.writer import eventually
+from tests.support.memory import Memory, MemoryStore, MemoryStream
+from tests.support.replicas import stock_handler, wrapping
+from tests.support.waiting import eventually
 
 WORKING = TaskState.TASK_STATE_WORKING
 COMPLETED = TaskState.TASK_STATE_COMPLETED
@@ -43,7 +44,7 @@ both = pytest.mark.parametrize('wrapped', [False, True], ids=['bare', 'wrapped']
 
 
 def decorate(*, wrapped: bool) -> Decorate:
-    return (lambda one: wrap(one, settings=Settings())) if wrapped else (lambda one: one)
+    return wrapping() if wrapped else (lambda handler: handler)
 
 
 class Webhook(PushNotificationSender):
@@ -343,19 +344,10 @@ async def test_it_passes_on_what_it_is_given_and_what_is_raised() -> None:
     assert await bench.seam.get('t', caller()) is None
 
 
-def handler(store: VersionedTaskStore, memory: Memory) -> DefaultRequestHandler:
-    return DefaultRequestHandler(
-        agent_executor=Talkative(Gates()),
-        task_store=store,
-        event_stream=MemoryStream(memory),
-        agent_card=agent_card('http://127.0.0.1'),
-    )
-
-
 async def test_the_handler_keeps_the_store_that_it_was_given() -> None:
     store = MemoryStore(memory := Memory())
     for mode, seam in (('on', True), ('stale', True), ('observe', False), ('off', False)):
-        stock = handler(store, memory)
+        stock = stock_handler(store, MemoryStream(memory))
         for _ in range(2):
             wrapped = wrap(stock, settings=Settings(mode=mode))
             assert wrapped.task_store is wrapped._versioned_store is store
@@ -367,10 +359,10 @@ async def test_the_handler_keeps_the_store_that_it_was_given() -> None:
 async def test_without_its_place_there_is_one_warning_and_no_seam(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    stock = handler(MemoryStore(memory := Memory()), memory)
+    stock = stock_handler(MemoryStore(memory := Memory()), MemoryStream(memory))
     del stock._active_task_registry._task_store
-    sdk._say_missing.cache_clear()
+    sdk._warn_of_missing.cache_clear()
     for _ in range(2):
         assert store_seam.install(stock) is None
     assert caplog.text.count('_task_store') == 1
-    sdk._say_missing.cache_clear()
+    sdk._warn_of_missing.cache_clear()
