@@ -3,12 +3,13 @@
 import asyncio
 import json
 import os
+import signal
 import sys
 import tempfile
 
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import IO, Final
 
 from sqlalchemy.engine import URL
@@ -67,10 +68,11 @@ class Trio:
             for starting in self._starting:
                 starting.cancel()
             await asyncio.gather(*self._starting, return_exceptions=True)
-            self._signal('terminate')
+            self._signal(signal.SIGTERM)
             await self._ended(_GRACE)
         finally:
-            self._signal('kill')
+            # Windows has none, and ends a process by force at once.
+            self._signal(getattr(signal, 'SIGKILL', signal.SIGTERM))
             await self._ended(_GRACE)
 
     async def _start(self, name: str) -> str:
@@ -95,10 +97,13 @@ class Trio:
                 raise Failure(f'Replica {name} did not start: {_last_line(log)}')
         return f'http://127.0.0.1:{json.loads(said)["port"]}'
 
-    def _signal(self, how: str) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             if process.returncode is None:
-                getattr(process, how)()
+                # Its own methods may take the exit status away from the event loop, which
+                # then complains on stderr.
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     async def _ended(self, limit: float) -> None:
         if waiting := [asyncio.ensure_future(process.wait()) for process in self._processes]:
