@@ -288,7 +288,18 @@ def test_cell(
         shutil.rmtree(tree / 'cluster_subscribe')
         python = program(session, 'python')
         run(session, 60, python, '-c', SHOW_VERSIONS, cwd=tree)
-        command = [python, '-m', 'pytest', '-q', '-n', '3', *more, *session.posargs]
+        command = [
+            python,
+            '-m',
+            'pytest',
+            '-q',
+            '-n',
+            '3',
+            '--dist',
+            'worksteal',
+            *more,
+            *session.posargs,
+        ]
         run(session, TESTS_LIMIT, *command, cwd=tree, env=services(mysql=mysql))
 
 
