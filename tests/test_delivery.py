@@ -30,7 +30,7 @@ async def test_random_joins_are_exact_at_every_replica(
     database_url: str, wrapped: Decorate, request: pytest.FixtureRequest
 ) -> None:
     """A stream that joins in the middle of a round gets that round's rows too."""
-    events, joins = 100, 300 if 'postgresql' in request.node.name else 150
+    events, joins = 100, 150 if 'postgresql' in request.node.name else 75
     async with cluster(database_url, decorate=wrapped) as lab:
         script = ' '.join(f'chunk={number}' for number in range(events))
         task = await lab.a.start(f'wait=1 {script} wait=2 done').task()
