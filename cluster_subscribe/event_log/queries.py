@@ -131,7 +131,7 @@ class EventLog:
                 more[number] = True
             # MySQL compares loosely: letter case and trailing blanks. SQLite's columns hold
             # values of any type; a row whose version is no integer has no place in the order.
-            elif task_id == pages[number].task_id and isinstance(version, int):
+            elif task_id == pages[number].task_id and _is_version(version):
                 found[number].append(Row(Cursor(version, seq), owner, data, stored))
                 if data is None:
                     large.append(seq)
@@ -175,6 +175,10 @@ class EventLog:
         if seq == MAX_SEQ:
             return firsts > 1 or (highest or 0) > (stored or version)
         return (last_first or 0) > seq or bool(own and stored and stored < version)
+
+
+def _is_version(version: object) -> bool:
+    return isinstance(version, int)
 
 
 async def _of(

@@ -182,13 +182,20 @@ class Reader:
         self._stopping.set()
         self._wake_event.set()
 
+    @property
+    def _wanted(self) -> bool:
+        return bool(self._watched) and not self._background.closed
+
+    async def _wait_until(self, due: float) -> None:
+        await self._wake_event.within(due - asyncio.get_running_loop().time())
+
     async def _run(self) -> None:
         failures = unexpected = 0
         due = 0.0
         loop = asyncio.get_running_loop()
         try:
-            while self._watched and not self._background.closed:
-                await self._wake_event.within(due - loop.time())
+            while self._wanted:
+                await self._wait_until(due)
                 check = self._check_due or loop.time() >= due
                 # Cleared before the read: a wakeup that comes now leads to another round.
                 self._check_due = False
@@ -248,12 +255,7 @@ class Reader:
         self._telemetry.round()
         await self._log.schema.prepare()
         # Before the database takes a snapshot: who asks later is answered by the next round.
-        awaiting = {
-            subscriber
-            for task_id in dirty
-            for subscriber in self._watched.of(task_id)
-            if subscriber.awaits_read
-        }
+        awaiting = {s for task_id in dirty for s in self._watched.of(task_id) if s.awaits_read}
         async with self._log.connect(timeout) as connection:
             ahead = await self._reconciler.compare_versions(connection) if check else {}
             dirty.update({subscriber.task_id: None for subscriber in ahead})
@@ -279,19 +281,20 @@ class Reader:
                 if subscriber.accepts_rows:
                     planned.setdefault(subscriber.page, []).append(subscriber)
         decode = Decoder(self.once)
-        pages = list(planned)
-        for page, (rows, more) in zip(
-            pages, await self._log.pages(connection, pages, self.page_size), strict=True
-        ):
+        found = await self._log.pages(connection, list(planned), self.page_size)
+        for page, (rows, more) in zip(list(planned), found, strict=True):
             self._telemetry.read(len(rows))
             if any(row.is_of_earlier_incarnation for row in rows):
                 await self._reconciler.skip_earlier_incarnation(connection, page, planned[page])
                 continue
-            for subscriber in planned[page]:
-                if subscriber.page == page:
-                    subscriber.feed(rows, decode, more=more)
-                    if not subscriber.log_has_more:
-                        drained.add(subscriber)
+            for subscriber in self._receivers(page, planned[page]):
+                subscriber.feed(rows, decode, more=more)
+                if not subscriber.log_has_more:
+                    drained.add(subscriber)
             if sum(row.size for row in rows) > _YIELD_ABOVE:
                 await asyncio.sleep(0)
         return drained
+
+    def _receivers(self, page: Page, planned: Iterable[Subscriber]) -> Iterable[Subscriber]:
+        """The streams that are still where a page was planned from; asked one by one."""
+        return (subscriber for subscriber in planned if subscriber.page == page)

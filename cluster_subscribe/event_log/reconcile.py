@@ -52,7 +52,7 @@ class Reconciler:
             if subscriber.cursor != cursor:
                 # It was restarted during the query.
                 continue
-            if task and subscriber.owner in (None, task.owner) and task.version >= cursor.version:
+            if task and _is_owned(subscriber, task) and task.version >= cursor.version:
                 if task.version > cursor.version:
                     ahead[subscriber] = task.version
             elif cursor.version and not subscriber.has_refuted(task):
@@ -101,6 +101,10 @@ class Reconciler:
         for subscriber in subscribers:
             if subscriber.page == page:
                 subscriber.skip_up_to(min_seq)
+
+
+def _is_owned(subscriber: Subscriber, task: Stored) -> bool:
+    return subscriber.owner in (None, task.owner)
 
 
 async def read_stored(log: EventLog, task_ids: Collection[str]) -> dict[str, Stored]:

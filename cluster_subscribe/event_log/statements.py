@@ -105,11 +105,6 @@ def _page(events: Table, versions: Table, dialect: str, number: int) -> Select[A
     task_id = bindparam(f'task_{number}', type_=String)
     version = bindparam(f'version_{number}', type_=BigInteger)
     stored = select(v.version).where(v.task_id == task_id).scalar_subquery()
-    # A task that was recreated has two rows of version 1: skip what precedes the later one.
-    first = events.alias('first').c
-    incarnation_start = select(
-        case((func.min(first.seq) < func.max(first.seq), func.max(first.seq)), else_=0)
-    ).where(first.task_id == task_id, first.task_version == 1)
     octets = func.length if dialect == 'sqlite' else func.octet_length
     size = octets(c.event_data)
     return (
@@ -126,17 +121,30 @@ def _page(events: Table, versions: Table, dialect: str, number: int) -> Select[A
         .where(
             c.task_id == task_id,
             c.seq > bindparam(f'min_seq_{number}', type_=BigInteger),
-            c.seq >= incarnation_start.scalar_subquery(),
-            # The first term is what the index seeks; the second leaves out what was read.
-            c.task_version >= version,
-            or_(
-                c.task_version > version,
-                c.seq > bindparam(f'seq_{number}', type_=BigInteger),
-            ),
+            c.seq >= _incarnation_start(events, task_id),
+            *_after(events, version, bindparam(f'seq_{number}', type_=BigInteger)),
         )
         .order_by(c.task_version, c.seq)
         .limit(bindparam('limit', type_=Integer))
     )
+
+
+def _incarnation_start(events: Table, task_id: ColumnElement[str]) -> ScalarSelect[Any]:
+    """Where the rows of a task begin: a recreated one has two of version 1."""
+    first = events.alias('first').c
+    return (
+        select(case((func.min(first.seq) < func.max(first.seq), func.max(first.seq)), else_=0))
+        .where(first.task_id == task_id, first.task_version == 1)
+        .scalar_subquery()
+    )
+
+
+def _after(
+    events: Table, version: ColumnElement[int], seq: ColumnElement[int]
+) -> tuple[ColumnElement[bool], ...]:
+    """What lies behind a cursor: the index seeks the first term, the second leaves out the rest."""
+    c = events.c
+    return c.task_version >= version, or_(c.task_version > version, c.seq > seq)
 
 
 def _among(task_id: ColumnElement[str], dialect: str) -> ColumnElement[bool]:

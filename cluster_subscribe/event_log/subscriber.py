@@ -102,10 +102,7 @@ class Subscriber(EventBuffer):
 
     @property
     def accepts_rows(self) -> bool:
-        """Whether the reader should read for this stream now.
-
-        Not while a slow stream has events left: it asks when it has taken them.
-        """
+        """Whether the reader should read for this stream: a slow one asks when it has room."""
         return not (self._error or self.suspended or (self.log_has_more and self._buffer))
 
     @property
@@ -125,11 +122,10 @@ class Subscriber(EventBuffer):
             if self.owner is None and not self._strict:
                 # There was no task yet: whoever creates it owns it.
                 self.owner = row.owner
-            if row.owner != self.owner or row.cursor.seq <= self.min_seq:
+            if self._is_anothers(row) or row.cursor.seq <= self.min_seq:
                 continue
-            gap = row.cursor.version > self.cursor.version + 1 and self.cursor.version
             event = decode(row)
-            if self._strict and (gap or event is None):
+            if self._strict and (event is None or self._misses_before(row)):
                 self.request_reconcile()
                 break
             if event is not None:
@@ -147,6 +143,12 @@ class Subscriber(EventBuffer):
         elif more and rows:
             self.cursor = rows[-1].cursor
             self._reader.schedule_read(self.task_id)
+
+    def _is_anothers(self, row: Row) -> bool:
+        return row.owner != self.owner
+
+    def _misses_before(self, row: Row) -> bool:
+        return self.cursor.version > 0 and row.cursor.version > self.cursor.version + 1
 
     def skip_up_to(self, min_seq: int) -> None:
         """Leaves out the rows up to a `seq`, which an earlier incarnation has left.

@@ -1,1 +1,1 @@
-"""A model of the contract, random clusters that are compared with it, and mutants it must catch."""
+"""A model of the contract, and random clusters that are compared with it."""

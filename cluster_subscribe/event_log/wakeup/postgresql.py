@@ -93,8 +93,7 @@ class PostgresqlWakeup:
 
             raw.add_termination_listener(lambda _connection: self._wake_event.set())
             await _answered(raw, raw.add_listener(self._channel, receive))
-            await self._send(raw, probe)
-            if not await arrived.within(_ANSWER_TIMEOUT):
+            if not await self._hears_itself(raw, probe, arrived):
                 return False
             self._unreachable = False
             # Whatever was committed before the channel was open is read now.
@@ -102,13 +101,16 @@ class PostgresqlWakeup:
             await self._serve(raw, wanted)
         return True
 
+    async def _hears_itself(self, raw: Any, probe: str, arrived: Signal) -> bool:
+        await self._send(raw, probe)
+        return await arrived.within(_ANSWER_TIMEOUT)
+
     async def _serve(self, raw: Any, wanted: Callable[[], bool]) -> None:
         while not self._stop.is_set():
             if not self._pending and not await self._wake_event.within(_IDLE_AFTER):
                 if not wanted():
                     return
-                # On a half-open connection no notification would ever arrive, and no error either.
-                await _answered(raw, raw.execute('SELECT 1'))
+                await _test(raw)
             self._wake_event.clear()
             if raw.is_closed():
                 raise ConnectionError('closed by the server')
@@ -127,6 +129,11 @@ async def _answered(raw: Any, work: Awaitable[object]) -> None:
         # Closing it in order would wait for an answer as well.
         raw.terminate()
         raise
+
+
+async def _test(raw: Any) -> None:
+    # On a half-open connection no notification would ever arrive, and no error either.
+    await _answered(raw, raw.execute('SELECT 1'))
 
 
 def _payloads(task_ids: Iterable[str]) -> Iterable[str]:

@@ -1,0 +1,1 @@
+"""Parts of the package are replaced, one at a time, to see that tests and the model miss them."""
