@@ -184,8 +184,11 @@ async def test_lost_pooled_connections_fail_no_subscribe(database_url: str) -> N
         for watch in watches:
             await watch.until(lambda w: w.events or w.ending, 10)
         assert [watch.timeline for watch in watches] == [('Task(INPUT_REQUIRED)', 'open')] * 20
-        # The SDK's own store fails on dead connections.
+        # The SDK's own store fails on dead connections. A pool forgets those that are in use when
+        # it is disposed of, so nobody may read by then.
         for replica in lab.replicas:
+            await replica.leave()
+            await replica.handler.aclose()  # type: ignore[attr-defined]
             await replica.engine.dispose()
 
 
