@@ -18,7 +18,7 @@ from cluster_subscribe._testing import Cluster, Decorate, label
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
 from cluster_subscribe.event_log import queries as event_log
-from tests.support.databases import terminate_backends
+from tests.support.databases import renew_pool, terminate_backends
 from tests.support.replicas import decorated, log_statistics, parts, wakeups, wrapping
 from tests.support.waiting import BACKSTOP, eventually
 from tests.support.writer import Writer, take
@@ -199,7 +199,7 @@ async def test_the_stream_survives_its_connections(
                 assert watch.ending not in ('closed', None)
                 continue
             for replica in lab.replicas:
-                await replica.engine.dispose()
+                await renew_pool(replica.engine)
             await lab.b.turn('work done', task)
             assert await watch.until(lambda w: w.ending, BACKSTOP)
             assert watch.timeline == ('Task(INPUT_REQUIRED)', 'WORKING', 'COMPLETED', 'closed')

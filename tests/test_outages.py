@@ -33,7 +33,7 @@ from cluster_subscribe.event_log import retry
 from cluster_subscribe.event_log.schema import Schema
 from cluster_subscribe.event_log.wakeup import postgresql as postgresql_wakeup
 from cluster_subscribe.settings import WakeupMode
-from tests.support.databases import terminate_backends
+from tests.support.databases import renew_pool, terminate_backends
 from tests.support.proxy import Proxy, proxy
 from tests.support.replicas import log_statistics, parts, wakeups, wrapping
 from tests.support.servers import own_mariadb, own_postgresql, pgbouncer, reachable
@@ -307,7 +307,7 @@ async def test_terminated_backends(scene: Setting, database_url: str, wakeup: st
         began = time.monotonic()
         await terminate_backends(database_url)
         # The SDK's store would fail the turn on a dead connection.
-        await play.near.a.engine.dispose()
+        await renew_pool(play.near.a.engine)
         await play.go_on()
         await play.recovered(since=began)
         await play.end()

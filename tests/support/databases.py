@@ -1,8 +1,13 @@
 """What tests tell a database itself."""
 
+from typing import cast
+
 from sqlalchemy import text
 from sqlalchemy.engine import URL
-from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import QueuePool
+
+from tests.support.waiting import eventually
 
 
 async def execute(url: URL | str, *statements: str) -> None:
@@ -14,6 +19,13 @@ async def execute(url: URL | str, *statements: str) -> None:
                 await connection.execute(text(statement))
     finally:
         await engine.dispose()
+
+
+async def renew_pool(engine: AsyncEngine) -> None:
+    """Has an engine connect anew; a pool that is disposed of forgets connections in use."""
+    pool = cast('QueuePool', engine.pool)
+    await eventually(lambda: not pool.checkedout())
+    await engine.dispose()
 
 
 async def terminate_backends(url: URL | str, which: str = 'true') -> None:
