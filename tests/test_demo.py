@@ -237,7 +237,7 @@ def test_what_cannot_be_used_is_one_line(
 def test_a_database_that_does_not_answer_is_given_up(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, '_PATIENCE', 0.2)
+    monkeypatch.setattr(database, '_TIMEOUT', 0.2)
     with socket.create_server(('127.0.0.1', 0)) as silent:
         url = f'postgresql://u@127.0.0.1:{silent.getsockname()[1]}/n'
         assert main(['demo', '--database-url', url]) == 2

@@ -18,7 +18,7 @@ from cluster_subscribe.cli.ending import Failure, reason
 
 T = TypeVar('T')
 
-_PATIENCE: Final = 5.0
+_TIMEOUT: Final = 5.0
 """Seconds a database may take to answer before it counts as unreachable."""
 TIDYING: Final = 20.0
 """Seconds for the tidying: nothing indexes the contexts of a large table of tasks."""
@@ -109,7 +109,7 @@ async def answered(work: Awaitable[T], otherwise: str, limit: float | None = Non
     Raises:
         Failure: It refused or kept silent; the line begins with `otherwise`.
     """
-    limit = limit or _PATIENCE
+    limit = limit or _TIMEOUT
     try:
         return await asyncio.wait_for(work, limit)
     except asyncio.TimeoutError:

@@ -79,7 +79,7 @@ def run_until_signalled(work: Coroutine[Any, Any, T]) -> T:
             if caught:
                 end.start()
 
-    # A driver that was cancelled while it connected may never let go of its loop.
+    # A driver that was cancelled while it connected may keep its loop busy for ever.
     end = threading.Timer(_GRACE, lambda: os._exit(SIGNALLED + caught[0]))
     end.daemon = True
     try:

@@ -23,9 +23,9 @@ from cluster_subscribe.cli.demo.verdict import off_in_words, on_in_words
 from cluster_subscribe.cli.ending import BROKEN, RIGHT, Failure, run_until_signalled
 from cluster_subscribe.cli.progress import progress
 
-_OFF_PATIENCE: Final = 1.5
+_OFF_TIMEOUT: Final = 1.5
 """Seconds; three polls of the SDK's event stream."""
-_ON_PATIENCE: Final = 10.0
+_ON_TIMEOUT: Final = 10.0
 """Seconds; only a broken contract takes them."""
 _DATABASES: Final = {
     'sqlite': 'an SQLite file',
@@ -95,11 +95,11 @@ async def _play_both(url: URL) -> dict[str, list[Timeline]]:
                 # These start while the others play, which is mostly waiting.
                 on.begin()
                 off_run = await play(
-                    addresses, contexts['off'], _OFF_PATIENCE, lambda so: tell(f'flag off: {so}')
+                    addresses, contexts['off'], _OFF_TIMEOUT, lambda so: tell(f'flag off: {so}')
                 )
             tell('flag on: three replicas start')
             addresses = await on.ready()
             on_run = await play(
-                addresses, contexts['on'], _ON_PATIENCE, lambda so: tell(f'flag on: {so}')
+                addresses, contexts['on'], _ON_TIMEOUT, lambda so: tell(f'flag on: {so}')
             )
     return {'off': off_run, 'on': on_run}
