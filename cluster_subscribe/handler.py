@@ -1,8 +1,9 @@
 """The decorator around a `DefaultRequestHandler`."""
 
+import asyncio
 import logging
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,8 @@ class ClusterSubscribeHandler(_Base):
             handler,
             store=task_store,
             tasks=self.__local_tasks,
-            read=self.__reader.try_to_read,
+            turns=turns,
+            read=self.__reader.read_at_once,
             wake=self.__wake,
             background=self.__background,
         )
@@ -121,13 +123,17 @@ class ClusterSubscribeHandler(_Base):
         return self.__telemetry.statistics(tail)
 
     async def aclose(self) -> None:
-        """Ends every open stream with an error, then closes the wrapped handler."""
+        """Ends every open stream with an error, and closes the wrapped handler."""
         if self.__owns_stream and isinstance(self.__stream, SharedTailEventStream):
             await self.__stream.aclose()
-        await self.__background.aclose()
-        close: Callable[[], Awaitable[None]] | None = getattr(self.__wrapped, 'aclose', None)
-        if close is not None:
-            await close()
+        closing = [self.__background.aclose()]
+        if (close := getattr(self.__wrapped, 'aclose', None)) is not None:
+            # At the same time: a cancel that waits for its `ActiveTask` to end is not cut off, and
+            # one whose agent hangs does not keep the `ActiveTask` from closing.
+            closing.append(close())
+        for ended in await asyncio.gather(*closing, return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
 
     def __wake(self, task_id: str) -> None:
         if isinstance(self.__stream, SharedTailEventStream):
@@ -139,7 +145,9 @@ class ClusterSubscribeHandler(_Base):
         """Delegates, one cancel of a task at a time and to its end (docs/contract.md, D14)."""
         if self.__settings.mode is Mode.OBSERVE:
             with self.__local_tasks.request(params.id):
-                return await self.__wrapped.on_cancel_task(params, context)
+                canceled = await self.__wrapped.on_cancel_task(params, context)
+            self.__wake(params.id)
+            return canceled
         return await self.__cancels.cancel(params, context)
 
     async def on_message_send(

@@ -239,6 +239,15 @@ async def shut_own_queue(handler: RequestHandler, task_id: str) -> None:
         await active._event_queue_agent.close(immediate=True)
 
 
+def closing_producer(handler: RequestHandler, task_id: str) -> 'asyncio.Task[None] | None':
+    """The asyncio task that closes the queues of an `ActiveTask`; `None` if none does."""
+    active = _known(lambda: handler._active_task_registry._active_tasks.get(task_id))  # type: ignore[attr-defined]
+    if active is None or not active._event_queue_agent.is_closed():
+        return None
+    producer: asyncio.Task[None] | None = active._producer_task
+    return None if producer is None or producer.done() else producer
+
+
 def call_context(active: ActiveTask) -> ServerCallContext | None:
     """The context of the request that an `ActiveTask` served last."""
     return _known(lambda: active._task_manager._call_context)

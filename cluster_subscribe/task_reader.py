@@ -130,19 +130,24 @@ class TaskReader:
             await asyncio.sleep(pause)
         return await self.read(task_id, context, variables)
 
-    async def try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
-        """The task as stored; `None` also where it cannot be read.
+    async def read_at_once(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        """The task as stored, for a message or a cancel: it does not wait for streams' reads.
 
-        For a message or a cancel, which does not wait for the reads of streams.
+        Raises:
+            Exception: Whatever the store raised; a `TimeoutError` if it did not answer.
         """
         if not is_valid_task_id(task_id):
             return None
+        owned = await self._background.answer(self._begin(task_id, context))
+        return owned.stored if owned else None
+
+    async def try_to_read(self, task_id: str, context: ServerCallContext) -> StoredTask | None:
+        """As `read_at_once()`; `None` also where the task cannot be read."""
         try:
-            owned = await self._background.answer(self._begin(task_id, context))
+            return await self.read_at_once(task_id, context)
         except Exception:
             logger.debug('Task %s could not be read in advance', task_id, exc_info=True)
             return None
-        return owned.stored if owned else None
 
     async def _read(self, task_id: str, context: ServerCallContext) -> OwnedTask | None:
         store = self._store

@@ -18,7 +18,7 @@ from a2a.server.request_handlers import DefaultRequestHandler
 from a2a.types import CancelTaskRequest, Task, TaskState, TaskStatus
 from a2a.utils.errors import InternalError, TaskNotCancelableError, TaskNotFoundError
 
-from cluster_subscribe import Settings, background, wrap
+from cluster_subscribe import Settings, background, sdk, wrap
 from cluster_subscribe._testing import Cluster, Decorate, Gates, Parts, Replica, ScriptedAgent
 from cluster_subscribe._testing.cluster import cluster
 from cluster_subscribe._testing.messages import caller
@@ -29,6 +29,9 @@ from tests.support.waiting import eventually
 WORKING = TaskState.TASK_STATE_WORKING
 COMPLETED = TaskState.TASK_STATE_COMPLETED
 CANCELED = TaskState.TASK_STATE_CANCELED
+FAILED = TaskState.TASK_STATE_FAILED
+LIMIT = 10
+"""Seconds after which a test does not wait any more for what has to happen."""
 WHO: ContextVar[str] = ContextVar('who', default='nobody')
 
 both = pytest.mark.parametrize('wrapped', [False, True], ids=['bare', 'wrapped'])
@@ -225,11 +228,86 @@ async def test_closing_ends_one_whose_agent_hangs(
         lab.cancel(lab.cluster.a)
         handler: Any = lab.cluster.a.handler
         cancels = handler._ClusterSubscribeHandler__cancels
-        await eventually(lambda: any(map(len, next(iter(cancels._queues.values())).values())))
+        await eventually(lambda: cancels._queues[lab.task.id]._waiting)
         monkeypatch.setattr(background, '_GRACE', 0.05)
         await handler.aclose()
         await asyncio.wait(lab.calls)
-        assert answers(lab.calls) == [InternalError, InternalError]
+        # The one behind it finds no `ActiveTask` any more.
+        assert answers(lab.calls) == [InternalError, CANCELED]
+
+
+class Stubborn(Mute):
+    """Ends at the second cancellation only."""
+
+    async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
+        try:
+            await super().execute(context, event_queue)
+        except asyncio.CancelledError:
+            await self.gates.arrive('stubborn')
+
+
+@both
+async def test_an_agent_that_swallows_a_cancellation(sqlite_url: str, wrapped: bool) -> None:
+    """The second cancel reaches it, as with the SDK alone."""
+    async with running(sqlite_url, wrapped=wrapped, agent=Stubborn) as lab:
+        lab.gates.open('cancel')
+        lab.cancel(lab.cluster.a)
+        await lab.gates.reached('stubborn')
+        lab.cancel(lab.cluster.a)
+        await asyncio.wait(lab.calls, timeout=LIMIT)
+        assert set(answers(lab.calls)) <= {CANCELED, ConcurrentTaskModificationError}
+        assert await lab.state() == CANCELED
+
+
+@both
+async def test_closing_completes_one_that_waits_for_the_turn_to_end(
+    sqlite_url: str, wrapped: bool
+) -> None:
+    async with running(sqlite_url, wrapped=wrapped, agent=Stubborn) as lab:
+        lab.gates.open('cancel')
+        lab.cancel(lab.cluster.a)
+        await lab.gates.reached('stubborn')
+        handler: Any = lab.cluster.a.handler
+        await handler.aclose()
+        await asyncio.wait(lab.calls, timeout=LIMIT)
+        assert answers(lab.calls) == [CANCELED]
+        assert await lab.state() == CANCELED
+
+
+class Failing(Mute):
+    """Fails to cancel the first time."""
+
+    async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
+        await super().cancel(context, event_queue)
+        if len(self.cancels) == 1:
+            raise LookupError
+
+
+async def test_one_behind_another_whose_agent_raises(sqlite_url: str) -> None:
+    """It does not interrupt the closing of the queues, and leaves nothing behind."""
+    async with running(sqlite_url, agent=Failing) as lab:
+        save = lab.cluster.a.store.save
+
+        async def slow(task: Task, **how: Any) -> Any:
+            await lab.gates.arrive('save')
+            return await save(task, **how)
+
+        lab.cancel(lab.cluster.a)
+        await lab.gates.reached('cancel')
+        lab.cluster.a.store.save = slow  # type: ignore[method-assign]
+        lab.cancel(lab.cluster.a)
+        lab.gates.open('cancel')
+        await lab.gates.reached('save')
+        await asyncio.wait(lab.calls[:1])
+        await lab.agents[0].ended.wait()
+        local = sdk.local_task(lab.cluster.a.handler, lab.task.id)
+        assert local
+        await eventually(local.active._lock.locked)
+        lab.gates.open('save')
+        await asyncio.wait(lab.calls, timeout=LIMIT)
+        assert answers(lab.calls) == [LookupError, FAILED]
+        assert await lab.state() == FAILED
+        await eventually(lambda: not sdk.local_tasks(lab.cluster.a.handler))
 
 
 # Around a handler that does what a test says.
@@ -273,12 +351,12 @@ class Bench:
         await self.store.save(self.task(state), prev_version=stored.version, context=caller())
 
     @property
-    def queues(self) -> list[Any]:
-        return list(self.cancels._queues.values())
+    def begun_or_waiting(self) -> int:
+        return sum(queue.taken + len(queue._waiting) for queue in self.cancels._queues.values())
 
     @property
     def idle(self) -> bool:
-        return not any(self.queues)
+        return not self.cancels._queues
 
 
 async def test_an_answer_and_an_error_are_the_handlers_own() -> None:
@@ -300,6 +378,7 @@ async def test_an_answer_and_an_error_are_the_handlers_own() -> None:
     with pytest.raises(asyncio.CancelledError):
         await bench.cancel()
     assert bench.idle
+    await eventually(lambda: len(bench.woken) > 1)
     # A hint for what was canceled or may have been; none where it was refused.
     assert bench.woken == ['t', 't']
     await bench.handler.aclose()
@@ -350,19 +429,14 @@ async def test_they_take_turns_in_order_and_each_task_has_its_own() -> None:
     for name in go:
         WHO.set(name)
         calls.append(asyncio.create_task(bench.cancel('other' if name == 'other' else 't')))
-        await eventually(
-            lambda: (
-                sum(1 + len(waiting) for queue in bench.queues for waiting in queue.values())
-                == len(calls)
-            )
-        )
+        await eventually(lambda: bench.begun_or_waiting == len(calls))
     assert begun == ['first', 'other']
-    # One whose client leaves keeps its place: its cancel goes on.
+    # One whose client leaves gives up its place: nothing was begun for it.
     calls[1].cancel()
     for event in go.values():
         event.set()
     await eventually(lambda: bench.idle)
-    assert begun == ['first', 'other', 'second', 'third']
+    assert begun == ['first', 'other', 'third']
     await asyncio.wait(calls)
     await bench.handler.aclose()
 
@@ -380,7 +454,7 @@ async def test_one_behind_another_that_fails_is_tried() -> None:
     bench = Bench(answer)
     calls = [asyncio.create_task(bench.cancel()) for _ in range(2)]
     await reached.wait()
-    await eventually(lambda: any(queue.get('t') for queue in bench.queues))
+    await eventually(lambda: bench.begun_or_waiting == 2)
     go.set()
     with pytest.raises(LookupError):
         await calls[0]
@@ -402,7 +476,7 @@ async def test_a_handler_with_a_cancel_of_its_own_answers_itself() -> None:
     bench = Bench(answer)
     calls = [asyncio.create_task(bench.cancel()) for _ in range(2)]
     await reached.wait()
-    await eventually(lambda: any(queue.get('t') for queue in bench.queues))
+    await eventually(lambda: bench.begun_or_waiting == 2)
     go.set()
     await asyncio.wait(calls)
     assert answers(calls) == [ConcurrentTaskModificationError, TaskNotCancelableError]
@@ -430,4 +504,67 @@ async def test_observing_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(answer)
     bench.handler = wrap(bench.stub, settings=Settings(mode='observe'))
     assert await bench.cancel() is asyncio.current_task()
+    await bench.handler.aclose()
+
+
+async def test_one_that_cannot_look_waits_its_turn() -> None:
+    """What cannot be read may well be a task that another cancel of is under way."""
+    reached, go = asyncio.Event(), asyncio.Event()
+    begun: list[str] = []
+
+    async def answer(*_: Any) -> None:
+        begun.append(WHO.get())
+        reached.set()
+        await go.wait()
+
+    bench = Bench(answer)
+    calls = [asyncio.create_task(bench.cancel())]
+    await reached.wait()
+
+    async def fail(*_: Any) -> None:
+        raise ConnectionError
+
+    bench.store.get = fail  # type: ignore[method-assign,assignment]
+    calls.append(asyncio.create_task(bench.cancel()))
+    await eventually(lambda: bench.begun_or_waiting == 2)
+    assert len(begun) == 1
+    go.set()
+    await asyncio.wait(calls)
+    assert len(begun) == 2
+    await bench.handler.aclose()
+
+
+async def test_an_error_does_not_wait_for_a_read() -> None:
+    async def answer(*_: Any) -> Any:
+        raise LookupError
+
+    hung = asyncio.Event()
+    bench = Bench(answer)
+    bench.store.get = lambda *_: hung.wait()  # type: ignore[method-assign,assignment]
+    call = asyncio.create_task(bench.cancel())
+    await asyncio.wait({call}, timeout=LIMIT)
+    assert answers([call]) == [LookupError]
+    hung.set()
+    await bench.handler.aclose()
+
+
+async def test_an_error_after_its_client_has_left_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reached, go = asyncio.Event(), asyncio.Event()
+
+    async def answer(*_: Any) -> Any:
+        reached.set()
+        await go.wait()
+        raise LookupError
+
+    bench = Bench(answer)
+    call = asyncio.create_task(bench.cancel())
+    await reached.wait()
+    call.cancel()
+    await asyncio.wait({call})
+    go.set()
+    await eventually(lambda: bench.idle)
+    told = 'The cancel of task t failed after its client had left (LookupError)'
+    await eventually(lambda: told in caplog.messages)
     await bench.handler.aclose()
